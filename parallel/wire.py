@@ -1,0 +1,252 @@
+"""Everything that crosses a process boundary: typed messages (msgspec) in length-framed MessagePack.
+
+The coordinator and rank 0 exchange requests and tokens; rank 0 sends Steps to the other ranks. The same
+framing serves both. No pickle. Imported by `cluster` and `parallel`; imports neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+
+import msgspec
+
+MAX_FRAME_BYTES = 256 << 20  # a 1M-token prompt is 5 MB; more than this is a corrupt stream
+_HEADER = struct.Struct("!I")
+
+
+class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Base of every message: a tagged array on the wire."""
+
+
+# ---------------------------------------------------------------- coordinator -> rank 0
+
+
+class Sampling(msgspec.Struct, array_like=True, frozen=True):
+    """How one row chooses its tokens. Temperature 0 is greedy.
+
+    `seed` None lets the engine draw one. `logprobs` is -1 for none, else how many alternatives (0-20) go with the
+    chosen token's log-probability. `repetition` counts prompt and output, `presence` and `frequency` the output.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: dict[int, float] = {}
+    seed: int | None = None
+    logprobs: int = -1
+
+
+class Submit(Message):
+    """One request: `n` samples of at most `max_tokens` tokens after `prompt`, each ended by any of `stop_ids`."""
+
+    id: int
+    prompt: list[int]
+    max_tokens: int
+    n: int = 1
+    sampling: Sampling = Sampling()
+    stop_ids: list[int] = []
+    needs_host: bool = False
+
+
+class Abort(Message):
+    """End a request (`index` -1) or one of its samples.
+
+    `keep` is the number of output tokens that count: a stop string was found in the text, what came after it is
+    neither answer nor reusable prefix. None: the client is gone.
+    """
+
+    id: int
+    index: int = -1
+    keep: int | None = None
+
+
+class Leave(Message):
+    """The coordinator asks the rank to finish and exit."""
+
+
+# ---------------------------------------------------------------- rank 0 -> coordinator
+
+
+class Progress(Message):
+    """How far start-up has come. `phase`: starting, loading, warming, checking; `done` of `total` in bytes or steps."""
+
+    rank: int
+    phase: str
+    done: int = 0
+    total: int = 0
+
+
+class Ready(Message):
+    """The engine takes requests. Bytes are per rank; `kv_tokens` is the longest single sequence that the KV limit holds."""
+
+    rank: int
+    pid: int
+    model: str
+    context: int
+    slots: int
+    kv_limit_bytes: int
+    kv_tokens: int
+    weights_bytes: int
+    prefix_reuse: str  # "any", "boundary" or "off"
+    device: str
+
+
+class Failed(Message):
+    """Start-up or the engine as a whole failed; `message` is for a person."""
+
+    rank: int
+    message: str
+
+
+class Started(Message):
+    """A request left the queue: its prefill begins, `cached` prompt tokens come from the prefix cache."""
+
+    id: int
+    cached: int
+
+
+class Token(msgspec.Struct, array_like=True, frozen=True):
+    """One sampled token of sample `index` of request `id`.
+
+    `top` is None without logprobs, else [(token, logprob), ...]: the chosen token first, then the alternatives.
+    `finish`: "" goes on, "stop" (a stop id; `token` is that id and is not part of the answer), "length".
+    """
+
+    id: int
+    index: int
+    token: int
+    finish: str = ""
+    top: list[tuple[int, float]] | None = None
+
+
+class Tokens(Message):
+    """All tokens that one step made."""
+
+    step: int
+    rows: list[Token]
+
+
+class RequestFailed(Message):
+    """One request failed; the engine goes on. `kind`: "step" (an exception in its step) or "bad" (can never fit)."""
+
+    id: int
+    message: str
+    kind: str = "step"
+
+
+class Beat(Message):
+    """Sent every second by a thread, so it also comes while the main thread is busy or stuck.
+
+    `step` is the oldest unfinished step and `since_s` how long it has run (0 when idle).
+    """
+
+    rank: int
+    phase: str
+    step: int
+    since_s: float
+    stats: Stats
+
+
+class Stats(msgspec.Struct, array_like=True, frozen=True):
+    """Counters and gauges of the engine since its start; sizes in bytes, times in seconds."""
+
+    waiting: int = 0
+    prefilling: int = 0
+    running: int = 0
+    buckets: int = 0
+    kv_bytes: int = 0
+    prefix_bytes: int = 0
+    prefix_entries: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    steps: int = 0
+    step_s: float = 0.0
+    preempted: int = 0
+    active_bytes: int = 0
+    peak_bytes: int = 0
+
+
+# ---------------------------------------------------------------- joining
+
+
+class Join(Message):
+    """First frame of whoever connects: `secret` of the launch, who it is and its version of this project."""
+
+    secret: str
+    role: str  # "coordinator" or "rank"
+    version: str
+    rank: int = -1
+
+
+class Refused(Message):
+    """Answer to a Join that is not accepted; the connection closes after it."""
+
+    reason: str
+
+
+Any = (
+    Submit | Abort | Leave | Progress | Ready | Failed | Started | Tokens | RequestFailed | Beat | Join | Refused
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Any)
+
+
+class WireError(Exception):
+    """The byte stream is not ours: a frame is too long or does not decode."""
+
+
+def encode(message: Message) -> bytes:
+    """One frame: a big-endian uint32 length, then MessagePack."""
+    body = _encoder.encode(message)
+    return _HEADER.pack(len(body)) + body
+
+
+def decode(body: bytes) -> Any:  # type: ignore[valid-type]
+    """The message in one frame's body. Raises WireError."""
+    try:
+        return _decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"undecodable frame of {len(body)} bytes: {error}") from error
+
+
+def _length(header: bytes) -> int:
+    (length,) = _HEADER.unpack(header)
+    if length > MAX_FRAME_BYTES:
+        raise WireError(f"a frame of {length} bytes; the peer does not speak this protocol")
+    return int(length)
+
+
+def read_frame(connection: socket.socket) -> Any | None:  # type: ignore[valid-type]
+    """Block for the next message; None when the peer closed. Raises WireError, OSError."""
+    header = _read_exactly(connection, _HEADER.size)
+    if header is None:
+        return None
+    body = _read_exactly(connection, _length(header))
+    return None if body is None else decode(body)
+
+
+def _read_exactly(connection: socket.socket, count: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < count:
+        part = connection.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+async def read_frame_async(reader: asyncio.StreamReader) -> Any | None:  # type: ignore[valid-type]
+    """As `read_frame`, on asyncio streams."""
+    try:
+        header = await reader.readexactly(_HEADER.size)
+        return decode(await reader.readexactly(_length(header)))
+    except asyncio.IncompleteReadError:
+        return None
