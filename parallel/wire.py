@@ -20,6 +20,28 @@ class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Base of every message: a tagged array on the wire."""
 
 
+# ---------------------------------------------------------------- the launch
+
+
+class RankPlan(msgspec.Struct, frozen=True):
+    """What a rank is told on its command line (`python -m parallel.rank JSON`). Sizes in bytes; 0 lets the rank choose.
+
+    `model` is a local folder in MLX format. Rank 0 listens for the coordinator on `host`:`port`; who joins shows
+    the secret in `secret_file` (mode 0600; the secret itself is never in argv).
+    """
+
+    model: str
+    host: str
+    port: int
+    secret_file: str
+    context: int = 0
+    slots: int = 32
+    kv_limit_bytes: int = 0
+    prefix_bytes: int = 0
+    chunk_tokens: int = 2048
+    wired_limit: str = "auto"  # "auto" as mlx-lm sets it, or "off"
+
+
 # ---------------------------------------------------------------- coordinator -> rank 0
 
 
