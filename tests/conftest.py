@@ -1,0 +1,36 @@
+"""Fixtures that every test may use: a home folder of its own, a tiny random model, the demo model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import platformdirs
+import pytest
+
+HOME = os.environ.get("CLUSTER_HOME")  # before the fixture below moves it
+SHARED_CACHE = Path(HOME) / "cache" if HOME else platformdirs.user_cache_path("cluster")
+
+
+@pytest.fixture(autouse=True)
+def cluster_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """State, logs and cache of this test, away from the user's."""
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("CLUSTER_HOME", str(home))
+    return home
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random 3-layer llama in float32, with a tokenizer and a chat template."""
+    from tiny_model import build_tiny_model
+
+    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The demo model's folder, fetched and converted on first use and kept in the user's cache."""
+    from cluster.demo import demo_model
+
+    return demo_model(cache=SHARED_CACHE).folder
