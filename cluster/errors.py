@@ -66,3 +66,108 @@ class StepFailed(ClusterError):
     status = 500
     type = "server_error"
     code = "step_failed"
+
+
+class BadSetting(ClusterError):
+    """A flag or a key of the configuration file has a value that cannot be used."""
+
+    exit_code = 2
+
+
+class UnknownSetting(ClusterError):
+    """The configuration file has a key that is no setting."""
+
+    exit_code = 2
+
+
+class ConfigUnreadable(ClusterError):
+    """The configuration file is missing, cannot be read, or is no YAML mapping."""
+
+    exit_code = 2
+
+
+class FolderUnusable(ClusterError):
+    """The state, log or cache folder cannot be made or written."""
+
+
+class StateUnreadable(ClusterError):
+    """The record of the running cluster does not decode."""
+
+
+class AlreadyRunning(ClusterError):
+    """Another `cluster up` runs here with other settings."""
+
+
+class NothingRuns(ClusterError):
+    """A command needs a running cluster and there is none."""
+
+
+class PortTaken(ClusterError):
+    """Another program listens on the port of the API."""
+
+
+class AddressUnusable(ClusterError):
+    """The API cannot be bound to the given host: unknown, not this machine's, or not permitted."""
+
+
+class RankFailed(ClusterError):
+    """A rank did not start, or failed before it was ready."""
+
+
+class StartFailed(ClusterError):
+    """A detached `cluster up` ended before it was ready."""
+
+
+class ServerUnanswering(ClusterError):
+    """The running cluster's API does not answer, or answers with an error."""
+
+
+# ---------------------------------------------------------------- models and downloads (weights.py, demo.py)
+
+
+class NoSuchModel(ClusterError):
+    """The name given as MODEL is no folder here and no Hugging Face repository name."""
+
+
+class NotAModelFolder(ClusterError):
+    """The folder has no readable config.json, so it is no model in MLX format."""
+
+
+class NotMlxFormat(ClusterError):
+    """The model is there, but its weights are in a format that MLX does not read (GGUF, PyTorch)."""
+
+
+class MissingShards(ClusterError):
+    """The index of the weights names files that are not in the folder."""
+
+
+class DamagedShard(ClusterError):
+    """A weight file is shorter or longer than its own header says, or its header is unreadable."""
+
+
+class RepositoryNotFound(ClusterError):
+    """The Hugging Face Hub has no such repository, or does not show it to this user."""
+
+
+class RepositoryGated(ClusterError):
+    """The repository's terms must be accepted on its web page, and a token must show who asks."""
+
+
+class HubUnreachable(ClusterError):
+    """The Hugging Face Hub cannot be reached (or is switched off) and the model is not complete in the local cache."""
+
+
+class DownloadFailed(ClusterError):
+    """A download broke off; what had arrived in full is kept."""
+
+
+class NotEnoughDisk(ClusterError):
+    """The files do not fit on the disk that they would go to; nothing was downloaded."""
+
+
+class DemoUnavailable(ClusterError):
+    """The demo model's package could not be fetched, or is not the one that is pinned."""
+
+
+class ConversionFailed(ClusterError):
+    """The demo model's weights could not be converted to MLX format."""
