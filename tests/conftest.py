@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import platformdirs
 import pytest
 
-HOME = os.environ.get("CLUSTER_HOME")  # before the fixture below moves it
-SHARED_CACHE = Path(HOME) / "cache" if HOME else platformdirs.user_cache_path("cluster")
+from cluster.paths import Folders
+
+USERS = Folders.from_environment(os.environ)  # before the fixture below moves them
 
 
 @pytest.fixture(autouse=True)
@@ -33,4 +33,4 @@ def demo_model() -> Path:
     """The demo model's folder, fetched and converted on first use and kept in the user's cache."""
     from cluster.demo import demo_model
 
-    return demo_model(cache=SHARED_CACHE).folder
+    return demo_model(cache=USERS.cache)
