@@ -64,7 +64,7 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     logprobs: int = -1
 
 
-class Submit(Message):
+class Submit(Message, frozen=True):
     """One request: `n` samples of at most `max_tokens` tokens after `prompt`, each ended by any of `stop_ids`."""
 
     id: int
@@ -76,7 +76,7 @@ class Submit(Message):
     needs_host: bool = False
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """End a request (`index` -1) or one of its samples.
 
     `keep` is the number of output tokens that count: a stop string was found in the text, what came after it is
@@ -88,14 +88,14 @@ class Abort(Message):
     keep: int | None = None
 
 
-class Leave(Message):
+class Leave(Message, frozen=True):
     """The coordinator asks the rank to finish and exit."""
 
 
 # ---------------------------------------------------------------- rank 0 -> coordinator
 
 
-class Progress(Message):
+class Progress(Message, frozen=True):
     """How far start-up has come. `phase`: starting, loading, warming, checking; `done` of `total` in bytes or steps."""
 
     rank: int
@@ -104,8 +104,8 @@ class Progress(Message):
     total: int = 0
 
 
-class Ready(Message):
-    """The engine takes requests. Bytes are per rank; `kv_tokens` is the longest single sequence that the KV limit holds."""
+class Ready(Message, frozen=True):
+    """The engine takes requests. Bytes are per rank; `kv_tokens` is the longest single sequence within the KV limit."""
 
     rank: int
     pid: int
@@ -119,14 +119,14 @@ class Ready(Message):
     device: str
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """Start-up or the engine as a whole failed; `message` is for a person."""
 
     rank: int
     message: str
 
 
-class Started(Message):
+class Started(Message, frozen=True):
     """A request left the queue: its prefill begins, `cached` prompt tokens come from the prefix cache."""
 
     id: int
@@ -147,14 +147,14 @@ class Token(msgspec.Struct, array_like=True, frozen=True):
     top: list[tuple[int, float]] | None = None
 
 
-class Tokens(Message):
+class Tokens(Message, frozen=True):
     """All tokens that one step made."""
 
     step: int
     rows: list[Token]
 
 
-class RequestFailed(Message):
+class RequestFailed(Message, frozen=True):
     """One request failed; the engine goes on. `kind`: "step" (an exception in its step) or "bad" (can never fit)."""
 
     id: int
@@ -162,7 +162,7 @@ class RequestFailed(Message):
     kind: str = "step"
 
 
-class Beat(Message):
+class Beat(Message, frozen=True):
     """Sent every second by a thread, so it also comes while the main thread is busy or stuck.
 
     `step` is the oldest unfinished step and `since_s` how long it has run (0 when idle).
@@ -195,10 +195,105 @@ class Stats(msgspec.Struct, array_like=True, frozen=True):
     peak_bytes: int = 0
 
 
+# ---------------------------------------------------------------- rank 0 -> every rank: what to execute
+
+
+class Order(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A change to the KV cache that goes before a step, decided by rank 0 and executed by every rank in order."""
+
+
+class Open(Order, frozen=True):
+    """Sequence `seq` gets a cache of its own: the first `length` tokens of prefix entry `entry`, or empty (-1)."""
+
+    seq: int
+    entry: int = -1
+    length: int = 0
+
+
+class Keep(Order, frozen=True):
+    """The cache of `seq` as it is now becomes prefix entry `entry`; `seq` goes on with it."""
+
+    seq: int
+    entry: int
+
+
+class NewRow(msgspec.Struct, array_like=True, frozen=True):
+    """A row that enters a bucket with the cache that belongs to `source` (shared by the n samples of a request).
+
+    `prompt` and `output` are given only where penalties need them. `seed` is drawn by rank 0 when the request has none.
+    """
+
+    seq: int
+    source: int
+    sampling: Sampling
+    seed: int
+    prompt: list[int] = []
+    output: list[int] = []
+
+
+class Enter(Order, frozen=True):
+    """Rows enter `bucket` (made if it does not exist); their sources' own caches end."""
+
+    bucket: int
+    rows: list[NewRow]
+
+
+class Exit(Order, frozen=True):
+    """Row `seq` leaves `bucket`; its first `length` tokens become prefix entry `entry` unless that is -1."""
+
+    bucket: int
+    seq: int
+    entry: int = -1
+    length: int = 0
+
+
+class Fuse(Order, frozen=True):
+    """All rows of bucket `other` move into `bucket`."""
+
+    bucket: int
+    other: int
+
+
+class Close(Order, frozen=True):
+    """The own cache of `seq` ends."""
+
+    seq: int
+
+
+class Forget(Order, frozen=True):
+    """Prefix entry `entry` ends."""
+
+    entry: int
+
+
+class Row(msgspec.Struct, array_like=True, frozen=True):
+    """One row of a decode step: feed `token` (-1: what this row sampled last, still on the device) at `position`."""
+
+    seq: int
+    token: int
+    position: int
+
+
+class Step(Message, frozen=True):
+    """One micro-batch: `orders`, then a decode of `bucket` ([B, 1]), or one prefill chunk of `seq`, or nothing."""
+
+    id: int
+    orders: list[Open | Keep | Enter | Exit | Fuse | Close | Forget] = []
+    bucket: int = -1
+    rows: list[Row] = []
+    seq: int = -1
+    tokens: list[int] = []
+
+    @property
+    def kind(self) -> str:
+        """ "decode", "prefill" or "orders" (nothing to compute)."""
+        return "decode" if self.rows else "prefill" if self.tokens else "orders"
+
+
 # ---------------------------------------------------------------- joining
 
 
-class Join(Message):
+class Join(Message, frozen=True):
     """First frame of whoever connects: `secret` of the launch, who it is and its version of this project."""
 
     secret: str
@@ -207,14 +302,14 @@ class Join(Message):
     rank: int = -1
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """Answer to a Join that is not accepted; the connection closes after it."""
 
     reason: str
 
 
 Any = (
-    Submit | Abort | Leave | Progress | Ready | Failed | Started | Tokens | RequestFailed | Beat | Join | Refused
+    Submit | Abort | Leave | Progress | Ready | Failed | Started | Tokens | RequestFailed | Beat | Join | Refused | Step
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -231,7 +326,7 @@ def encode(message: Message) -> bytes:
     return _HEADER.pack(len(body)) + body
 
 
-def decode(body: bytes) -> Any:  # type: ignore[valid-type]
+def decode(body: bytes) -> Any:
     """The message in one frame's body. Raises WireError."""
     try:
         return _decoder.decode(body)
@@ -246,7 +341,7 @@ def _length(header: bytes) -> int:
     return int(length)
 
 
-def read_frame(connection: socket.socket) -> Any | None:  # type: ignore[valid-type]
+def read_frame(connection: socket.socket) -> Any | None:
     """Block for the next message; None when the peer closed. Raises WireError, OSError."""
     header = _read_exactly(connection, _HEADER.size)
     if header is None:
@@ -265,7 +360,7 @@ def _read_exactly(connection: socket.socket, count: int) -> bytes | None:
     return bytes(parts)
 
 
-async def read_frame_async(reader: asyncio.StreamReader) -> Any | None:  # type: ignore[valid-type]
+async def read_frame_async(reader: asyncio.StreamReader) -> Any | None:
     """As `read_frame`, on asyncio streams."""
     try:
         header = await reader.readexactly(_HEADER.size)

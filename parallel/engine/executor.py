@@ -1,0 +1,225 @@
+"""Executes Steps on this rank's model, strictly in order. Decides nothing.
+
+`begin` builds a step's graph and hands it to the device; `finish` waits for it and reads everything the host needs in
+one transfer. Between the two, the next step may be begun: its rows are then fed by tokens still on the device.
+Called by `loop.py`, from the one thread that owns all arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from parallel import wire
+from parallel.engine import kv
+from parallel.engine.sampling import Sampled, Sampler
+from parallel.engine.sequence import StepResult
+
+CLEAR_EVERY = 512  # steps between returns of MLX's buffer cache, against slow growth by odd sizes
+
+
+@dataclass(slots=True)
+class _Decoding:
+    """A bucket's KV, the sampling state of its rows and what they sampled last, with the rows' ids at that time."""
+
+    kv: kv.Bucket
+    rows: dict[int, wire.NewRow]
+    sampler: Sampler | None = None
+    sampled: mx.array | None = None
+    sampled_rows: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A step on the device. `redo` repeats its sampling with a full sort."""
+
+    step: wire.Step
+    wait: list[mx.array]
+    sampler: Sampler | None = None
+    sampled: Sampled | None = None
+    redo: Callable[[], Sampled] | None = None
+    error: str = ""
+
+
+class Executor:
+    """All KV of this rank and the model that fills it.
+
+    `mask` may change the logits [B, V] of a decode step before sampling (structured output); its rows then ask for
+    `needs_host`, so that they are never looked ahead.
+    """
+
+    def __init__(self, model: Any, *, mask: Callable[[wire.Step, mx.array], mx.array] | None = None) -> None:
+        self._model = model
+        self._mask = mask
+        self._solos: dict[int, kv.Solo] = {}
+        self._lengths: dict[int, int] = {}
+        self._taken: set[int] = set()  # sequences whose own cache a bucket holds by now
+        self._entries: dict[int, kv.Solo] = {}
+        self._buckets: dict[int, _Decoding] = {}
+        self._begun: dict[int, _Begun] = {}
+        self._steps = 0
+
+    def begin(self, step: wire.Step) -> None:
+        """Build `step` and start it. An exception is kept for its result; it ends the bucket or sequence it was for."""
+        begun = self._begun[step.id] = _Begun(step, [])
+        try:
+            begun.wait = self._change(step.orders)
+            if step.rows:
+                self._decode(step, begun)
+            elif step.tokens:
+                begun.wait += self._prefill(step)
+            mx.async_eval(begun.wait)
+        except Exception as error:
+            self._discard(step)
+            begun.error = f"{type(error).__name__}: {error}"
+
+    def finish(self, step: wire.Step) -> StepResult:
+        """Wait for `step` and read its result."""
+        begun = self._begun.pop(step.id)
+        self._steps += 1
+        if begun.error:
+            return StepResult(step.id, error=begun.error)
+        try:
+            mx.eval(begun.wait)
+            if begun.sampled is None or begun.sampler is None:
+                return StepResult(step.id)
+            sampled = begun.sampled
+            if begun.redo is not None and sampled.whole is not None and not np.array(sampled.whole).all():
+                sampled = begun.redo()
+                mx.eval(sampled.arrays)
+            tokens: list[int] = sampled.tokens.tolist()  # type: ignore[assignment]
+            return StepResult(step.id, tokens, begun.sampler.read_logprobs(sampled, tokens))
+        except Exception as error:
+            self._discard(step)
+            return StepResult(step.id, error=f"{type(error).__name__}: {error}")
+        finally:
+            if self._steps % CLEAR_EVERY == 0:
+                mx.clear_cache()
+
+    # ------------------------------------------------------------ orders
+
+    def _change(self, orders: list[Any]) -> list[mx.array]:
+        """Execute `orders`; returns new arrays that must be evaluated, so that they let go of what they came from."""
+        fresh: list[mx.array] = []
+        leaving: dict[int, set[int]] = {}
+        for order in orders:
+            match order:
+                case wire.Exit():
+                    if order.entry >= 0 and order.bucket in self._buckets:
+                        entry = self._buckets[order.bucket].kv.extract(order.seq, order.length)
+                        self._entries[order.entry] = entry
+                        fresh += kv.arrays(entry)
+                    leaving.setdefault(order.bucket, set()).add(order.seq)
+                    continue
+                case wire.Forget():
+                    self._entries.pop(order.entry, None)
+                    continue
+            self._leave(leaving)
+            match order:
+                case wire.Open():
+                    source = self._entries[order.entry] if order.entry >= 0 else None
+                    self._solos[order.seq] = (
+                        kv.new_solo(self._model) if source is None else kv.fork(source, order.length)
+                    )
+                    self._lengths[order.seq] = order.length
+                case wire.Keep():
+                    entry = kv.fork(self._solos[order.seq], self._lengths[order.seq])
+                    self._entries[order.entry] = entry
+                    fresh += kv.arrays(entry)
+                case wire.Close():
+                    self._solos.pop(order.seq, None)
+                    self._lengths.pop(order.seq, None)
+                    self._taken.discard(order.seq)
+                case wire.Enter():
+                    fresh += self._enter(order)
+                case wire.Fuse():
+                    fresh += self._fuse(order)
+        self._leave(leaving)
+        return fresh
+
+    def _leave(self, leaving: dict[int, set[int]]) -> None:
+        """Rows that exit together leave with one copy of their bucket."""
+        for id, rows in leaving.items():
+            if (decoding := self._buckets.get(id)) is None:
+                continue
+            decoding.kv.drop(rows)
+            for row in rows:
+                decoding.rows.pop(row, None)
+            self._rebuild(decoding)
+            if not decoding.rows:
+                del self._buckets[id]
+        leaving.clear()
+
+    def _enter(self, order: wire.Enter) -> list[mx.array]:
+        decoding = self._buckets.setdefault(order.bucket, _Decoding(kv.Bucket(), {}))
+        solos, lengths = [], []
+        for row in order.rows:
+            # a source is missing only when its prefill raised; its rows have failed already and run out unread
+            solo, length = self._solos.get(row.source) or kv.new_solo(self._model), self._lengths.get(row.source, 0)
+            solos.append(kv.fork(solo, length) if row.source in self._taken else solo)
+            lengths.append(length)
+            self._taken.add(row.source)
+            decoding.rows[row.seq] = row
+        decoding.kv.join([row.seq for row in order.rows], solos, lengths)
+        self._rebuild(decoding)
+        return kv.arrays(decoding.kv.caches)
+
+    def _fuse(self, order: wire.Fuse) -> list[mx.array]:
+        decoding, other = self._buckets[order.bucket], self._buckets.pop(order.other)
+        decoding.kv.absorb(other.kv)
+        decoding.rows.update(other.rows)
+        sampled = [d.sampled for d in (decoding, other) if d.sampled is not None]
+        decoding.sampled = mx.concatenate(sampled) if sampled else None
+        decoding.sampled_rows += other.sampled_rows
+        decoding.sampler = Sampler(list(decoding.rows.values()), decoding.sampler, other.sampler)
+        return kv.arrays(decoding.kv.caches)
+
+    @staticmethod
+    def _rebuild(decoding: _Decoding) -> None:
+        decoding.sampler = Sampler([decoding.rows[row] for row in decoding.kv.rows], decoding.sampler)
+
+    # ------------------------------------------------------------ computing
+
+    def _prefill(self, step: wire.Step) -> list[mx.array]:
+        solo = self._solos[step.seq]
+        self._model(mx.array([step.tokens]), cache=solo)
+        self._lengths[step.seq] += len(step.tokens)
+        return kv.arrays(solo)
+
+    def _decode(self, step: wire.Step, begun: _Begun) -> None:
+        decoding = self._buckets[step.bucket]
+        assert decoding.sampler is not None and [row.seq for row in step.rows] == decoding.kv.rows
+        logits = self._model(self._inputs(decoding, step.rows)[:, None], cache=decoding.kv.caches)[:, -1, :]
+        decoding.kv.advance()
+        if self._mask is not None:
+            logits = self._mask(step, logits)
+        sampler, positions = decoding.sampler, [row.position for row in step.rows]
+        sampled = sampler(logits, positions)
+        if sampled.whole is not None:
+            begun.redo = lambda: sampler(logits, positions, full=True)
+        decoding.sampled, decoding.sampled_rows = sampled.tokens, tuple(decoding.kv.rows)
+        begun.sampler, begun.sampled = sampler, sampled
+        begun.wait += sampled.arrays
+
+    @staticmethod
+    def _inputs(decoding: _Decoding, rows: list[wire.Row]) -> mx.array:
+        """Token ids [B]: from the host, or what the row sampled last."""
+        known = [row.token for row in rows]
+        if all(token >= 0 for token in known):
+            return mx.array(known)
+        assert decoding.sampled is not None
+        if all(token < 0 for token in known) and tuple(row.seq for row in rows) == decoding.sampled_rows:
+            return decoding.sampled
+        where = {seq: i for i, seq in enumerate(decoding.sampled_rows)}
+        index = mx.array([where.get(row.seq, 0) for row in rows])
+        return mx.where(mx.array([token < 0 for token in known]), decoding.sampled[index], mx.array(known))
+
+    def _discard(self, step: wire.Step) -> None:
+        """After an exception, what the step touched cannot be trusted."""
+        if step.rows:
+            self._buckets.pop(step.bucket, None)
+        self._solos.pop(step.seq, None)

@@ -1,0 +1,95 @@
+"""The one loop: the same for one rank and for many. Rank 0 decides steps, every rank executes them in order.
+
+Its executor is handed in, so it imports no mlx and runs in tests with a stand-in. Who feeds it with messages, and where
+its messages go, is `rank.py`'s business.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from parallel import wire
+from parallel.engine.scheduler import Scheduler
+from parallel.engine.sequence import StepResult
+
+
+class Executes(Protocol):
+    """What the loop needs of an executor."""
+
+    def begin(self, step: wire.Step) -> None:
+        """Start `step`; must not block on its result."""
+
+    def finish(self, step: wire.Step) -> StepResult:
+        """Wait for the oldest begun step and give its result; never raises for a failed step."""
+
+
+class Engine:
+    """Rank 0's side of the loop: `add` and `abort`, then `step` as long as it is not `idle`.
+
+    At most `depth` steps are in flight; `send` hands each new step to the other ranks before anything blocks.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executes,
+        *,
+        depth: int = 2,
+        send: Callable[[wire.Step], None] = lambda step: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._depth = depth
+        self._send = send
+        self._clock = clock
+        self._unbegun: deque[wire.Step] = deque()
+        self._begun: deque[tuple[wire.Step, float]] = deque()
+        self._last_finish_s = 0.0
+
+    @property
+    def idle(self) -> bool:
+        """Whether `step` would have nothing to do."""
+        return self._scheduler.idle
+
+    @property
+    def oldest(self) -> tuple[int, float]:
+        """The oldest unfinished step and when it was begun; (0, 0.0) when there is none."""
+        if not self._begun:
+            return 0, 0.0
+        step, since_s = self._begun[0]
+        return step.id, since_s
+
+    def add(self, request: wire.Submit) -> None:
+        """Queue a request; it takes part from the next step on."""
+        self._scheduler.add(request, self._clock())
+
+    def abort(self, abort: wire.Abort) -> None:
+        """End a request or one of its samples at the next step."""
+        self._scheduler.abort(abort)
+
+    def step(self) -> list[wire.Message]:
+        """Once round the loop: send and begin what may be in flight, finish the oldest step, say what happened."""
+        while self._scheduler.inflight < self._depth and (step := self._scheduler.next_step()) is not None:
+            self._send(step)
+            self._unbegun.append(step)
+        while self._unbegun:
+            step = self._unbegun.popleft()
+            self._begun.append((step, self._clock()))
+            self._executor.begin(step)
+        messages: list[wire.Message] = list(self._scheduler.take_events())
+        if self._begun:
+            step, begun_s = self._begun[0]
+            result = self._executor.finish(step)
+            self._begun.popleft()
+            now_s = self._clock()
+            duration_s = now_s - max(begun_s, self._last_finish_s)
+            self._last_finish_s = now_s
+            tokens = self._scheduler.apply(result, duration_s)
+            if tokens:
+                messages.append(wire.Tokens(step.id, tokens))
+        messages += self._scheduler.take_events()
+        return messages

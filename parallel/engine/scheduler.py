@@ -1,0 +1,554 @@
+"""All policy of the engine: who is admitted, what the next step is, what is kept, dropped or preempted.
+
+Pure: no mlx, no clock (time is an argument), no I/O. It runs on rank 0 only; what it decides travels as Steps.
+
+The rules, in short:
+- A step is one decode of one bucket of rows, or one prefill chunk of one sequence. While rows run, prefill gets a time
+  budget per decode step, so a long prompt slows streams down by a bounded factor and never stops them.
+- Prompts are prefilled shortest first, aged by their waiting time. A prompt that shares a long prefix with one that is
+  being prefilled waits for it and reuses its KV.
+- Rows of similar length share a bucket: a row goes where it adds the least padding, or into a bucket of its own when
+  padding would cost more bytes per step than reading the weights once more.
+- KV bytes never exceed the limit: first prefix entries go, then the youngest running sequence is preempted and
+  recomputed later.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from parallel import wire
+from parallel.engine.prefix import BLOCK, PrefixIndex
+from parallel.engine.sequence import CacheShape, Sequence, State, StepResult
+
+SMALL_CHUNK = 64  # up to here a chunk costs about one reading of the weights, whatever its length
+PREFILL_SHARE_S = 0.05  # prefill may always take this long per decode step, even when decode steps are shorter
+IDLE_CHUNK_S = 1.0  # a chunk with nothing running: the longest that a newcomer or a cancellation waits for
+GROWTH_TOKENS = 256  # room that a sequence needs beyond its prompt to be admitted
+SHARED_TOKENS = 64  # a prefix this much longer than the cached one is worth waiting for
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the scheduler must stay within. Sizes in bytes.
+
+    `reuse` is "any" (caches can be cut to any prefix), "boundary" (only as saved) or "off". `depth` steps may be in
+    flight; with `lookahead` two of them may belong to one bucket, the second fed by tokens still on the device.
+    `batchable` False keeps every row in a bucket of its own.
+    """
+
+    context: int
+    slots: int
+    kv_bytes: int
+    prefix_bytes: int
+    shape: CacheShape
+    weights_bytes: int
+    chunk_tokens: int = 2048
+    reuse: str = "any"
+    lookahead: bool = True
+    batchable: bool = True
+
+    @property
+    def kv_tokens(self) -> int:
+        """The longest sequence that can run alone: its cache, and once more for the copy when it grows."""
+        return self.shape.longest(self.kv_bytes // 2)
+
+
+@dataclass(eq=False, slots=True)
+class Bucket:
+    """Rows that decode together; `stepped` is its last step."""
+
+    id: int
+    rows: list[Sequence] = field(default_factory=list)
+    stepped: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens that every row is padded to."""
+        return max((row.computed for row in self.rows), default=0)
+
+
+@dataclass(slots=True)
+class Pace:
+    """Measured step times, smoothed; seconds."""
+
+    decode_s: float = 0.05
+    small_s: float = 0.05
+    token_s: float = 0.002
+
+    def chunk_s(self, tokens: int) -> float:
+        """Predicted time of a prefill chunk."""
+        return self.small_s if tokens <= SMALL_CHUNK else max(self.small_s, tokens * self.token_s)
+
+    def learn(self, step: wire.Step, duration_s: float) -> None:
+        """Fold in how long `step` took."""
+        if step.rows:
+            self.decode_s += 0.2 * (duration_s - self.decode_s)
+        elif len(step.tokens) > SMALL_CHUNK:
+            self.token_s += 0.3 * (duration_s / len(step.tokens) - self.token_s)
+        elif step.tokens:
+            self.small_s += 0.3 * (duration_s - self.small_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step on its way, with what its result is for."""
+
+    step: wire.Step
+    rows: tuple[Sequence, ...]
+    bucket: Bucket | None
+    entries: tuple[int, ...]
+
+
+class Scheduler:
+    """`add` and `abort` requests, ask for the `next_step`, `apply` its result."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        needs_host: Callable[[wire.Sampling], bool] = lambda sampling: False,
+        draw_seed: Callable[[], int] = lambda: random.getrandbits(63),
+    ) -> None:
+        self.limits = limits
+        self.pace = Pace()
+        self._needs_host = needs_host
+        self._draw_seed = draw_seed
+        self._prefix = PrefixIndex(whole=limits.reuse == "boundary")
+        self._samples: dict[int, list[Sequence]] = {}
+        self._waiting: list[Sequence] = []
+        self._prefilling: list[Sequence] = []
+        self._prefilled: list[Sequence] = []
+        self._buckets: dict[int, Bucket] = {}
+        self._orders: list[wire.Order] = []
+        self._flights: dict[int, _Flight] = {}
+        self._events: list[wire.Started | wire.RequestFailed] = []
+        self._credit_s = 0.0
+        self._serial = 0
+        self._steps = 0
+        self._preempted = self._hit_tokens = self._prompt_tokens = self._output_tokens = 0
+
+    # ------------------------------------------------------------ requests
+
+    def add(self, request: wire.Submit, now_s: float) -> None:
+        """Queue `request`; one that can never fit fails at once with both numbers."""
+        limits = self.limits
+        room = min(limits.context, limits.kv_tokens) - len(request.prompt)
+        rows_bytes = request.n * limits.shape.bytes(len(request.prompt) + 1) + limits.shape.bytes(len(request.prompt))
+        if not request.prompt or room < 1:
+            longest = min(limits.context, limits.kv_tokens) - 1
+            self._refuse(request, f"the prompt has {len(request.prompt)} tokens; this server takes 1 to {longest}")
+        elif request.n > limits.slots:
+            self._refuse(request, f"n is {request.n}, but this server runs {limits.slots} sequences at once")
+        elif request.n > 1 and rows_bytes > limits.kv_bytes // 2:
+            self._refuse(
+                request,
+                f"{request.n} samples of this prompt need {rows_bytes:,} bytes of KV cache, "
+                f"the limit is {limits.kv_bytes // 2:,}",
+            )
+        else:
+            samples = [self._sequence(request, index, now_s) for index in range(request.n)]
+            samples[0].siblings = samples[1:]
+            self._samples[request.id] = samples
+            self._waiting.append(samples[0])
+            self._prompt_tokens += len(request.prompt)
+
+    def abort(self, abort: wire.Abort) -> None:
+        """End a request or one sample of it at the next step; unknown or finished ones are ignored."""
+        for sequence in list(self._samples.get(abort.id, ())):
+            if abort.index in (-1, sequence.index) and sequence.state is not State.FINISHED:
+                if abort.keep is not None:
+                    del sequence.tokens[sequence.prompt_length + abort.keep :]
+                    self._cut_entry(sequence)
+                self._finish(sequence, save=abort.keep is not None)
+
+    def take_events(self) -> list[wire.Started | wire.RequestFailed]:
+        """What happened outside of any step's result since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to do and nothing in flight."""
+        return not (self._samples or self._orders or self._flights)
+
+    @property
+    def inflight(self) -> int:
+        """Steps without a result yet."""
+        return len(self._flights)
+
+    def stats(self) -> wire.Stats:
+        """Counts and sizes as they are now."""
+        return wire.Stats(
+            waiting=len(self._waiting),
+            prefilling=len(self._prefilling) + len(self._prefilled),
+            running=sum(len(bucket.rows) for bucket in self._buckets.values()),
+            buckets=len(self._buckets),
+            kv_bytes=self._active_bytes() + self._prefix.bytes,
+            prefix_bytes=self._prefix.bytes,
+            prefix_entries=len(self._prefix),
+            prefix_hit_tokens=self._hit_tokens,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+            steps=self._steps,
+            step_s=self.pace.decode_s,
+            preempted=self._preempted,
+        )
+
+    def clear_prefixes(self) -> None:
+        """Forget every prefix entry at the next step."""
+        self._evict(0)
+
+    # ------------------------------------------------------------ steps
+
+    def next_step(self) -> wire.Step | None:
+        """The next step to send, or None when there is nothing to do before a result comes back."""
+        running = any(bucket.rows for bucket in self._buckets.values())
+        if (not running or self._credit_s > 0) and (sequence := self._next_prefill()) is not None:
+            return self._prefill_step(sequence, running)
+        self._enter_prefilled()
+        bucket = self._next_bucket()
+        if bucket is not None and self._make_room():
+            bucket = self._next_bucket()
+        if bucket is not None:
+            return self._decode_step(bucket)
+        return self._emit(wire.Step(0)) if self._orders else None
+
+    def apply(self, result: StepResult, duration_s: float) -> list[wire.Token]:
+        """Take a step's result, which took `duration_s` seconds; returns the tokens it made for open samples."""
+        flight = self._flights.pop(result.id)
+        for row in flight.rows:
+            row.inflight -= 1
+        if result.error:
+            self._fail(flight, result.error)
+            return []
+        self.pace.learn(flight.step, duration_s)
+        if not flight.step.rows:
+            return []
+        tokens = []
+        for row, token in zip(flight.rows, result.tokens, strict=True):
+            if row.state is State.FINISHED:
+                continue
+            row.tokens.append(token)
+            finish = ""
+            if token in row.request.stop_ids:
+                finish = "stop"
+            elif row.outputs >= self._max_tokens(row):
+                finish = "length"
+            tokens.append(wire.Token(row.request.id, row.index, token, finish, result.tops.get(row.id)))
+            if finish:
+                self._finish(row, save=True)
+        self._output_tokens += len(tokens)
+        return tokens
+
+    # ------------------------------------------------------------ prefill
+
+    def _next_prefill(self) -> Sequence | None:
+        """The sequence whose chunk comes next, admitted if it was waiting."""
+
+        def urgency(sequence: Sequence) -> float:
+            return sequence.to_prefill * self.pace.token_s + sequence.arrival_s
+
+        started = min(self._prefilling, key=urgency, default=None)
+        while waiting := min((s for s in self._waiting if not s.inflight), key=urgency, default=None):
+            if started is not None and urgency(started) <= urgency(waiting):
+                break
+            sharing = self._admit(waiting)
+            if sharing is not None:
+                return sharing
+            if waiting.state is State.WAITING:
+                break
+            if waiting.state is State.PREFILLING:
+                return waiting
+            # its whole prompt was cached: it is a row already, so look for the next one
+        return started
+
+    def _admit(self, sequence: Sequence) -> Sequence | None:
+        """Start `sequence` if slots and memory allow; returns the one in prefill whose prefix it waits for."""
+        before = (*self._prefilling, *self._prefilled)
+        live = sum(1 + len(s.siblings) for s in before) + sum(len(b.rows) for b in self._buckets.values())
+        rows = 1 + len(sequence.siblings)
+        shape = self.limits.shape
+        target = len(sequence.tokens) + min(GROWTH_TOKENS, self._max_tokens(sequence) - sequence.outputs)
+        need = shape.bytes(len(sequence.tokens)) + rows * shape.bytes(target)
+        if live + rows > self.limits.slots:
+            return None
+        if live and self._active_bytes() + need + self._copy_bytes() > self.limits.kv_bytes:
+            return None
+        entry, length = (-1, 0) if self.limits.reuse == "off" else self._prefix.match(sequence.tokens)
+        for other in self._prefilling:
+            if _shared(other.tokens, sequence.tokens) >= length + SHARED_TOKENS:
+                return other
+        self._waiting.remove(sequence)
+        sequence.state = State.PREFILLING
+        sequence.computed = length
+        sequence.scheduled = sequence.outputs
+        self._orders.append(wire.Open(sequence.id, entry, length))
+        self._evict(self.limits.kv_bytes - self._active_bytes() - need - self._copy_bytes())
+        if not sequence.outputs:
+            self._hit_tokens += length
+            self._events.append(wire.Started(sequence.request.id, length))
+        if sequence.to_prefill:
+            self._prefilling.append(sequence)
+        else:
+            self._prefill_done(sequence)
+        return None
+
+    def _prefill_step(self, sequence: Sequence, running: bool) -> wire.Step:
+        """One chunk of `sequence`, as long as the time budget allows."""
+        budget_s = self._credit_s if running else IDLE_CHUNK_S
+        affordable = max(SMALL_CHUNK, int(budget_s / self.pace.token_s))
+        count = min(sequence.to_prefill, affordable, self.limits.chunk_tokens)
+        start = sequence.computed
+        sequence.computed += count
+        self._credit_s -= self.pace.chunk_s(count)
+        step = self._emit(wire.Step(0, seq=sequence.id, tokens=sequence.tokens[start : start + count]), (sequence,))
+        if not sequence.to_prefill:
+            self._prefilling.remove(sequence)
+            self._keep_prompt(sequence)
+            self._prefill_done(sequence)
+        return step
+
+    def _prefill_done(self, sequence: Sequence) -> None:
+        sequence.state = State.PREFILLED
+        self._prefilled.append(sequence)
+
+    def _keep_prompt(self, sequence: Sequence) -> None:
+        """Make a prefix entry of what was just prefilled; later prompts that share it start from there."""
+        if self.limits.reuse == "off" or sequence.computed < BLOCK:
+            return
+        tokens = sequence.tokens[: sequence.computed]
+        entry = self._add_entry(tokens)
+        if entry >= 0:
+            sequence.entry = entry
+            self._orders.append(wire.Keep(sequence.id, entry))
+
+    # ------------------------------------------------------------ decode
+
+    def _enter_prefilled(self) -> None:
+        """Everything prefilled joins now, right before a decode step, so that one copy of a bucket serves all."""
+        enters: dict[int, list[wire.NewRow]] = {}
+        leads, self._prefilled = self._prefilled, []
+        for lead in leads:
+            self._enter(lead, enters)
+        self._orders += [wire.Enter(bucket, rows) for bucket, rows in enters.items()]
+        self._orders += [wire.Close(lead.id) for lead in leads]
+
+    def _enter(self, lead: Sequence, enters: dict[int, list[wire.NewRow]]) -> None:
+        """Put a prefilled sequence, and the samples that share its prefill, into buckets."""
+        rows = [lead, *lead.siblings]
+        lead.siblings = []
+        for group in [rows] if self.limits.batchable else [[row] for row in rows]:
+            bucket = self._place(lead.computed, len(group))
+            for row in group:
+                row.state = State.RUNNING
+                row.computed = lead.computed
+                row.bucket = bucket.id
+                row.entry = lead.entry
+            bucket.rows += group
+            entering = [self._new_row(row, lead) for row in group]
+            enters.setdefault(bucket.id, []).extend(entering)
+
+    def _place(self, length: int, rows: int) -> Bucket:
+        """The bucket where `rows` rows of `length` tokens waste the least, or a new one when that is cheaper."""
+        shape = self.limits.shape
+
+        def padding(bucket: Bucket) -> int:
+            longest = max(bucket.length, length)
+            together = (len(bucket.rows) + rows) * shape.bytes(longest)
+            return together - len(bucket.rows) * shape.bytes(bucket.length) - rows * shape.bytes(length)
+
+        if self.limits.batchable:
+            best = min(self._buckets.values(), key=padding, default=None)
+            if best is not None and padding(best) <= self.limits.weights_bytes:
+                return best
+        self._serial += 1
+        bucket = self._buckets[self._serial] = Bucket(self._serial)
+        return bucket
+
+    def _fuse(self) -> None:
+        """Join buckets that have grown alike, so that the weights are read once for both."""
+        if not self.limits.batchable or len(self._buckets) < 2:
+            return
+        shape = self.limits.shape
+        ordered = sorted(self._buckets.values(), key=lambda bucket: bucket.length)
+        for short, long in pairwise(ordered):
+            padding = len(short.rows) * (shape.bytes(long.length) - shape.bytes(short.length))
+            if padding <= self.limits.weights_bytes // 2:
+                self._orders.append(wire.Fuse(long.id, short.id))
+                for row in short.rows:
+                    row.bucket = long.id
+                long.rows += short.rows
+                del self._buckets[short.id]
+                return
+
+    def _next_bucket(self) -> Bucket | None:
+        """The bucket that has waited longest among those that may be stepped now."""
+        ready = [b for b in self._buckets.values() if max(row.unread for row in b.rows) < self._ahead(b)]
+        return min(ready, key=lambda bucket: bucket.stepped, default=None)
+
+    def _ahead(self, bucket: Bucket) -> int:
+        """How many results each row of `bucket` may be waiting for, with the next step."""
+        waits = not self.limits.lookahead or any(
+            row.request.needs_host or self._needs_host(row.sampling) for row in bucket.rows
+        )
+        return 1 if waits else 2
+
+    def _decode_step(self, bucket: Bucket) -> wire.Step:
+        """One token for every row of `bucket`."""
+        rows = tuple(bucket.rows)
+        fed = [wire.Row(row.id, -1 if row.unread else row.tokens[-1], row.computed) for row in rows]
+        for row in rows:
+            row.computed += 1
+            row.scheduled += 1
+        step = self._emit(wire.Step(0, bucket=bucket.id, rows=fed), rows, bucket)
+        bucket.stepped = step.id
+        budget_s = max(self.pace.decode_s, PREFILL_SHARE_S)
+        self._credit_s = min(budget_s, max(self._credit_s, 0.0) + budget_s / len(self._buckets))
+        for row in rows:
+            if row.scheduled >= self._max_tokens(row):  # its last token is on its way: it need not be looked ahead
+                self._exit(row, save=True)
+        return step
+
+    # ------------------------------------------------------------ leaving
+
+    def _finish(self, sequence: Sequence, *, save: bool) -> None:
+        """`sequence` is over, wherever it stands."""
+        if sequence.state is State.WAITING:
+            if sequence in self._waiting:
+                self._waiting.remove(sequence)
+        elif sequence.state in (State.PREFILLING, State.PREFILLED):
+            (self._prefilling if sequence.state is State.PREFILLING else self._prefilled).remove(sequence)
+            self._orders.append(wire.Close(sequence.id))
+        elif sequence.bucket >= 0:
+            self._exit(sequence, save=save)
+        sequence.state = State.FINISHED
+        samples = self._samples.get(sequence.request.id, [])
+        if all(sample.state is State.FINISHED for sample in samples):
+            self._samples.pop(sequence.request.id, None)
+
+    def _exit(self, row: Sequence, *, save: bool) -> None:
+        """Take `row` out of its bucket; its KV becomes a prefix entry if that is allowed and worth it."""
+        bucket = self._buckets[row.bucket]
+        bucket.rows.remove(row)
+        row.bucket = -1
+        length = min(row.computed, len(row.tokens))
+        entry = -1
+        if save and self.limits.reuse == "any" and length >= BLOCK:
+            if row.entry in self._prefix:  # the longer entry holds the shorter
+                self._prefix.remove(row.entry)
+                self._orders.append(wire.Forget(row.entry))
+            entry = row.entry = self._add_entry(row.tokens[:length])
+        self._orders.append(wire.Exit(bucket.id, row.id, entry, length))
+        if not bucket.rows:
+            del self._buckets[bucket.id]
+        self._fuse()
+
+    def _cut_entry(self, sequence: Sequence) -> None:
+        """Forget the entry of a sequence that left already, if it holds more than the answer that counts."""
+        if sequence.bucket < 0 and self._prefix.length(sequence.entry) > len(sequence.tokens):
+            self._prefix.remove(sequence.entry)
+            self._orders.append(wire.Forget(sequence.entry))
+
+    def _make_room(self) -> bool:
+        """Before a decode step, keep KV within the limit; True when that preempted a sequence."""
+        limit = self.limits.kv_bytes
+        over = self._active_bytes(grow=1) + self._copy_bytes() - limit
+        preempted = False
+        while over > 0:
+            rows = [row for bucket in self._buckets.values() for row in bucket.rows]
+            if len(rows) < 2:
+                break
+            youngest = max(rows, key=lambda row: (row.arrival_s, row.id))
+            self._exit(youngest, save=False)
+            youngest.state = State.WAITING
+            youngest.computed = 0
+            self._waiting.append(youngest)
+            self._preempted += 1
+            preempted = True
+            over = self._active_bytes(grow=1) + self._copy_bytes() - limit
+        self._evict(limit - self._active_bytes(grow=1) - self._copy_bytes())
+        return preempted
+
+    def _fail(self, flight: _Flight, error: str) -> None:
+        """Fail every request of a step that raised, and of its bucket, whose KV cannot be trusted any more."""
+        later = [f for f in self._flights.values() if f.step.id > flight.step.id]
+        for entry in (entry for f in (flight, *later) for entry in f.entries):
+            self._prefix.remove(entry)
+            self._orders.append(wire.Forget(entry))
+        victims = {row.request.id for row in (*flight.rows, *(flight.bucket.rows if flight.bucket else ()))}
+        for request_id in sorted(victims & self._samples.keys()):
+            self._events.append(wire.RequestFailed(request_id, error))
+            self.abort(wire.Abort(request_id))
+
+    # ------------------------------------------------------------ bookkeeping
+
+    def _emit(self, step: wire.Step, rows: tuple[Sequence, ...] = (), bucket: Bucket | None = None) -> wire.Step:
+        """Number `step`, put the orders so far before it, and remember what its result is for."""
+        self._steps += 1
+        orders, self._orders = self._orders, []
+        step = wire.Step(self._steps, orders, step.bucket, step.rows, step.seq, step.tokens)  # type: ignore[arg-type]
+        entries = tuple(_entries(orders))
+        for row in rows:
+            row.inflight += 1
+        self._flights[step.id] = _Flight(step, rows, bucket, entries)
+        return step
+
+    def _sequence(self, request: wire.Submit, index: int, now_s: float) -> Sequence:
+        self._serial += 1
+        seed = self._draw_seed() if request.sampling.seed is None else request.sampling.seed + index * 0x9E3779B1
+        return Sequence(self._serial, request, index, now_s, seed, list(request.prompt))
+
+    def _new_row(self, row: Sequence, lead: Sequence) -> wire.NewRow:
+        sampling = row.sampling
+        penalised = sampling.repetition != 1.0 or sampling.presence or sampling.frequency
+        prompt, output = row.tokens[: row.prompt_length], row.tokens[row.prompt_length :]
+        return wire.NewRow(row.id, lead.id, sampling, row.seed, *((prompt, output) if penalised else ()))
+
+    def _max_tokens(self, sequence: Sequence) -> int:
+        room = min(self.limits.context, self.limits.kv_tokens) - sequence.prompt_length
+        return max(1, min(sequence.request.max_tokens, room))
+
+    def _active_bytes(self, grow: int = 0) -> int:
+        """KV of rows and of sequences in prefill, if every row had `grow` more tokens."""
+        shape = self.limits.shape
+        rows = sum(len(b.rows) * shape.bytes(b.length + grow) for b in self._buckets.values())
+        return rows + sum(shape.bytes(len(s.tokens)) for s in (*self._prefilling, *self._prefilled))
+
+    def _copy_bytes(self) -> int:
+        """The largest copy that a join, a leave or growth makes for a moment."""
+        shape = self.limits.shape
+        return max((len(b.rows) * shape.bytes(b.length + 1) for b in self._buckets.values()), default=0)
+
+    def _add_entry(self, tokens: list[int]) -> int:
+        """A new prefix entry for `tokens` within the byte budget, or -1 when it would not fit."""
+        size = self.limits.shape.bytes(len(tokens))
+        free = self.limits.kv_bytes - self._active_bytes() - self._copy_bytes()
+        budget = min(self.limits.prefix_bytes, free)
+        if size > budget:
+            return -1
+        self._evict(budget - size)
+        self._serial += 1
+        self._prefix.add(self._serial, tokens, size)
+        return self._serial
+
+    def _evict(self, limit_bytes: int) -> None:
+        self._orders += [wire.Forget(entry) for entry in self._prefix.evict(max(0, limit_bytes))]
+
+    def _refuse(self, request: wire.Submit, reason: str) -> None:
+        self._events.append(wire.RequestFailed(request.id, reason, "bad"))
+
+
+def _entries(orders: list[wire.Order]) -> Iterator[int]:
+    """The prefix entries that `orders` make."""
+    for order in orders:
+        if isinstance(order, wire.Keep | wire.Exit) and order.entry >= 0:
+            yield order.entry
+
+
+def _shared(a: list[int], b: list[int]) -> int:
+    """How many leading tokens of two prompts are equal."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
