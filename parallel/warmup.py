@@ -53,16 +53,14 @@ def measure(model: Any, plan: wire.RankPlan, context: int) -> Limits:
 
 def make_engine(model: Any, limits: Limits) -> Engine:
     """An engine that has answered once, so that kernels are compiled and the pace is known."""
-    executor = Executor(model)
-    scheduler = Scheduler(limits, needs_host=sampling.needs_host)
-    engine = Engine(scheduler, executor)
+    engine = Engine(Scheduler(limits, needs_host=sampling.needs_host), Executor(model))
     room = min(limits.context, limits.kv_tokens) - 1
     for length in (SMALL_CHUNK // 2, 4 * SMALL_CHUNK):
         prompt = [1 + i % 7 for i in range(min(length, room - 8))]
         engine.add(wire.Submit(0, prompt, 8, sampling=wire.Sampling(temperature=0.0)))
         while not engine.idle:
             engine.step()
-        scheduler.clear_prefixes()
+        engine.clear_prefixes()
     while not engine.idle:
         engine.step()
     return engine

@@ -58,9 +58,11 @@ def arrays(caches: Solo) -> list[mx.array]:
 
 
 def reuse_of(model: Any) -> str:
-    """How KV can be reused: "any" prefix of it, or only at the "boundary" where it was saved."""
+    """How KV can be reused: "any" prefix, only at the "boundary" where it was saved, or "off" (an unknown cache)."""
     kinds = {type(leaf) for leaf in _leaves(new_solo(model))}
-    return "any" if kinds == {KVCache} else "boundary"
+    if kinds == {KVCache}:
+        return "any"
+    return "boundary" if kinds <= {KVCache, RotatingKVCache, ArraysCache} else "off"
 
 
 def batchable(model: Any) -> bool:

@@ -71,6 +71,22 @@ class Engine:
         """End a request or one of its samples at the next step."""
         self._scheduler.abort(abort)
 
+    def abort_all(self) -> None:
+        """End every request: whoever asked is gone."""
+        self._scheduler.abort_all()
+
+    def events(self) -> list[wire.Started | wire.RequestFailed]:
+        """What happened outside of steps since it was last told: a request that was refused at once."""
+        return self._scheduler.take_events()
+
+    def stats(self) -> wire.Stats:
+        """The scheduler's counts and sizes."""
+        return self._scheduler.stats()
+
+    def clear_prefixes(self) -> None:
+        """Forget every prefix entry at the next step."""
+        self._scheduler.clear_prefixes()
+
     def step(self) -> list[wire.Message]:
         """Once round the loop: send and begin what may be in flight, finish the oldest step, say what happened."""
         while self._scheduler.inflight < self._depth and (step := self._scheduler.next_step()) is not None:

@@ -165,6 +165,11 @@ class Scheduler:
                     self._cut_entry(sequence)
                 self._finish(sequence, save=abort.keep is not None)
 
+    def abort_all(self) -> None:
+        """End every request at the next step."""
+        for request_id in list(self._samples):
+            self.abort(wire.Abort(request_id))
+
     def take_events(self) -> list[wire.Started | wire.RequestFailed]:
         """What happened outside of any step's result since the last call."""
         events, self._events = self._events, []
