@@ -146,7 +146,7 @@ def load_config(
     if environment_key:
         settled["api_key"] = _parse("api_key", environment_key, "CLUSTER_API_KEY")
     for name, value in flags.items():
-        if value is not None and value != ():
+        if value not in (None, (), []):
             settled[name] = _parse(name, value, flag(name))
     return ClusterConfig(**settled)
 

@@ -33,6 +33,7 @@ T = TypeVar("T")
 logger = logging.getLogger("cluster.supervise")
 HOST = "this machine"
 SHOWN_LOG_LINES = 12
+WORKER = "blocking-work"  # the name of threads that fetch models and load tokenizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,6 @@ class Supervisor:
         self.log_tail: list[str] = []
         self.restarts = 0
         self.ranks: list[RankRecord] = []
-        self.threads: list[threading.Thread] = []
         self._config = config
         self._folders = folders
         self._resolve = resolve
@@ -369,9 +369,7 @@ class Supervisor:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(settle, *outcome)
 
-        thread = threading.Thread(target=body, name="blocking-work", daemon=True)
-        self.threads.append(thread)
-        thread.start()
+        threading.Thread(target=body, name=WORKER, daemon=True).start()
         return await future
 
 

@@ -1,0 +1,117 @@
+"""What other terminals do with a running cluster: find it, ask it, wait for it, end it, read its logs.
+
+`cli.py` calls these; nothing here starts one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cluster.errors import NothingRuns, ServerUnanswering, StartFailed
+from cluster.launch import end_process
+from cluster.logs import follow, last_lines
+from cluster.paths import Folders
+from cluster.state import ClusterState, read_state
+
+STOP_S = 15  # the coordinator stops its rank within 4 s and its streams within 3 s
+
+
+def find(folders: Folders) -> ClusterState:
+    """The running cluster's record. Raises NothingRuns, which tells how the last one ended; StateUnreadable."""
+    state = read_state(folders)
+    if state is None:
+        raise NothingRuns("Nothing is running.", hint="`cluster up` starts it.")
+    if not state.runs:
+        ended = state.reason or ("it was stopped" if state.phase == "ended" else "its coordinator was killed")
+        raise NothingRuns(
+            f"Nothing is running. The last cluster ({state.model or 'demo model'}) ended: {ended.rstrip('.')}.",
+            hint="`cluster up` starts it, `cluster logs` shows the last logs.",
+        )
+    return state
+
+
+def ask(state: ClusterState, path: str = "/health", *, api_key: str | None = None, timeout_s: float = 5) -> Any:
+    """The JSON that the cluster's API answers to GET `path`, whatever its status. Raises ServerUnanswering."""
+    import httpx
+
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        with httpx.Client(trust_env=False, timeout=timeout_s) as client:
+            return client.get(state.url + path, headers=headers).json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise ServerUnanswering(
+            f"The API at {state.url} does not answer: {error or type(error).__name__}.",
+            hint="`cluster logs` shows what it does; `cluster down` ends it.",
+        ) from error
+
+
+def wait_ready(process: subprocess.Popen[bytes], folders: Folders, update: Callable[[dict[str, Any]], None]) -> None:
+    """Follow a detached coordinator until it is ready; `update` gets its health. Raises StartFailed.
+
+    Interrupted, it ends the coordinator.
+    """
+    try:
+        while (code := process.poll()) is None:
+            state = read_state(folders)
+            if state is not None and state.coordinator.pid == process.pid and state.runs:
+                try:
+                    health = ask(state)
+                except ServerUnanswering:  # it listens from the first moment, and answers a little later
+                    health = {"status": state.phase}
+                update(health)
+                if health["status"] == "ready":
+                    return
+                if health["status"] == "failed":
+                    raise StartFailed(health["reason"], hint="`cluster down` ends it, `cluster logs` shows more.")
+            time.sleep(0.1)
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
+    raise _why_ended(process.pid, code, folders)
+
+
+def _why_ended(pid: int, code: int, folders: Folders) -> StartFailed:
+    state = read_state(folders)
+    if state is not None and state.coordinator.pid == pid and state.reason:
+        return StartFailed(state.reason, hint=state.hint)
+    lines = "".join(f"\n  {line}" for line in last_lines(folders.coordinator_log, 12))
+    return StartFailed(f"The coordinator ended with exit code {code}; its last lines:{lines}")
+
+
+def end(folders: Folders) -> str | None:
+    """End the running cluster, or what a crashed one left; what was done, or None when there was nothing to end."""
+    state = read_state(folders)
+    if state is None:
+        return None
+    stopped = state.runs and end_process(state.coordinator, STOP_S)
+    latest = read_state(folders) or state  # a rank may have been relaunched meanwhile
+    left = [rank.process.pid for rank in latest.ranks if end_process(rank.process, grace_s=2)]
+    if stopped:
+        return f"Stopped the cluster at {state.url} (pid {state.coordinator.pid})."
+    return f"Ended rank {', '.join(map(str, left))}, left by a cluster that crashed." if left else None
+
+
+def log_lines(folders: Folders, *, count: int, goes_on: Callable[[], bool] | None) -> Iterator[str]:
+    """The last `count` lines of each log, then, while `goes_on()`, what is added; each with the name of its process."""
+    logs = {"coordinator": folders.coordinator_log}
+    for path in sorted(folders.logs.glob("rank-*.log")):
+        logs[path.stem.replace("-", " ")] = path
+    for name, path in logs.items():
+        yield from (f"{name} | {line}" for line in last_lines(path, count))
+    if goes_on is None:
+        return
+    followed = {name: follow(path, goes_on) for name, path in logs.items()}
+    while followed:
+        quiet = True
+        for name, groups in list(followed.items()):
+            if (lines := next(groups, None)) is None:
+                del followed[name]
+                continue
+            quiet = quiet and not lines
+            yield from (f"{name} | {line}" for line in lines)
+        if quiet and followed:
+            time.sleep(0.2)
