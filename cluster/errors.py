@@ -114,12 +114,20 @@ class RankFailed(ClusterError):
     """A rank did not start, or failed before it was ready."""
 
 
+class ProcessStuck(ClusterError):
+    """A process of this cluster does not end, not even by SIGKILL."""
+
+
 class StartFailed(ClusterError):
     """A detached `cluster up` ended before it was ready."""
 
 
 class ServerUnanswering(ClusterError):
     """The running cluster's API does not answer, or answers with an error."""
+
+
+class BenchFailed(ClusterError):
+    """`cluster bench` got no usable answer from the server to load, or its timing process ended early."""
 
 
 # ---------------------------------------------------------------- models and downloads (weights.py, demo.py)
@@ -171,3 +179,34 @@ class DemoUnavailable(ClusterError):
 
 class ConversionFailed(ClusterError):
     """The demo model's weights could not be converted to MLX format."""
+
+
+# ---------------------------------------------------------------- virtual Macs (cluster/vm)
+
+
+class NotAMacGuest(ClusterError):
+    """`cluster vm run` was typed on something else than a macOS guest."""
+
+
+class ProgramRefused(ClusterError):
+    """The program cannot be given the layer: a script, protected, hardened, not for Apple silicon, or not there."""
+
+
+class LayerUnbuildable(ClusterError):
+    """Apple's command line tools are missing or could not build the layer."""
+
+
+class CombinationRefused(ClusterError):
+    """The compatibility map says that this combination gives wrong results, or does not know it."""
+
+
+class ComparisonFailed(ClusterError):
+    """`vm run --compare` could not compare: a run failed, stayed stock, or printed nothing to compare."""
+
+
+class WrongAnswer(ClusterError):
+    """The program generated another text with the raised profile than with the stock one."""
+
+
+class ProfileUnreadable(ClusterError):
+    """The Metal profile of a machine could not be read."""
