@@ -14,21 +14,20 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import psutil
 
 from cluster.config import ClusterConfig
 from cluster.errors import AddressUnusable, AlreadyRunning, ClusterError, FolderUnusable, PortTaken
-from cluster.launch import RANK_COMMAND, end_process
+from cluster.launch import RANK_COMMAND, end_process, quiet_libraries
 from cluster.logs import LogFile
 from cluster.paths import Folders
 from cluster.state import Claim, ClusterState, ProcessRecord, key_digest, read_state, same_settings, take_or_find
-from cluster.supervise import WORKER, Supervisor
+from cluster.supervise import Supervisor
 
 logger = logging.getLogger("cluster.coordinator")
 BACKLOG = 2048
@@ -117,7 +116,7 @@ def _holder(port: int) -> str:
     """Who listens on `port`, where the system tells: macOS wants root for it."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections(kind="tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr[1] == port and connection.pid:
+            if connection.status == psutil.CONN_LISTEN and tuple(connection.laddr)[1:2] == (port,) and connection.pid:
                 return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
     return ""
 
@@ -136,16 +135,15 @@ def run(launch: Launch, held: Claim, on_change: Callable[[dict[str, Any]], None]
     `on_change` gets the health after every change. Releases the claim. Raises ClusterError when it could not start.
     """
     folders, config = launch.folders, launch.config
-    secret = ""
+    quiet_libraries()
     with contextlib.ExitStack() as stack:
         stack.callback(held.release)
         for number in SIGNALS:  # until the loop has its own handlers, a signal unwinds this stack
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP, and means it
                 stack.callback(signal.signal, number, signal.signal(number, _interrupt))
+        stack.enter_context(_logging(None if launch.detached else folders.coordinator_log))
         for pid in reap_leftovers(folders):
             logger.warning("ended rank %d, a leftover of a coordinator that crashed", pid)
-        listener = stack.enter_context(bind(config.host, config.port))
-        stack.enter_context(_logging(None if launch.detached else folders.coordinator_log))
         secret = held.new_secret()
         record = _Record(
             held,
@@ -159,7 +157,8 @@ def run(launch: Launch, held: Claim, on_change: Callable[[dict[str, Any]], None]
             ),
         )
         try:
-            return _run_loop(_serve(launch, listener, record, on_change))
+            with bind(config.host, config.port) as listener:
+                return _run_loop(_serve(launch, listener, record, on_change))
         except KeyboardInterrupt:
             return 0
         except ClusterError as error:
@@ -172,13 +171,16 @@ def run(launch: Launch, held: Claim, on_change: Callable[[dict[str, Any]], None]
             record.change(phase="ended", ranks=[])
 
 
-def exit_process(code: int) -> None:
-    """Leave with `code`, also when a download still runs in a thread: the interpreter would wait for its pool."""
-    if any(thread.name == WORKER for thread in threading.enumerate()):
+def exit_process(code: int) -> NoReturn:
+    """Leave with `code` at once, after `run` has put everything in order.
+
+    The interpreter's own end waits for the pool of a download that still runs, and takes a second or two to free what
+    the tokenizer's libraries loaded.
+    """
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
-    raise SystemExit(code)
+    os._exit(code)
 
 
 class _Record:
@@ -205,7 +207,7 @@ async def _serve(
 ) -> int:
     import uvicorn
 
-    from cluster.api import create_app
+    from cluster.api import Settings, create_app
     from cluster.chat import ChatModel
     from cluster.weights import resolve
 
@@ -231,9 +233,17 @@ async def _serve(
         rank_command=launch.rank_command,
         on_change=changed,
     )
+    config = launch.config
+    settings = Settings(
+        api_key=config.api_key or "",
+        cors_origin=config.cors_origin,
+        queue_limit=config.queue,
+        max_body_bytes=config.max_body,
+        log_prompts=config.log_prompts,
+    )
     server = Server(
         uvicorn.Config(
-            create_app(supervisor, launch.config),
+            create_app(supervisor, settings),
             log_config=None,
             access_log=False,
             backlog=BACKLOG,

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from cluster.errors import ProcessStuck
 from cluster.logs import LogFile
 from cluster.state import ProcessRecord
 from parallel import wire
@@ -42,6 +43,11 @@ def rank_environment(environment: Mapping[str, str], libraries: Path = Path("/us
         if found:
             result["LD_PRELOAD"] = ":".join(filter(None, [str(found[0]), environment.get("LD_PRELOAD")]))
     return result
+
+
+def quiet_libraries() -> None:
+    """Keep transformers from advising, on the terminal of `cluster up`, to install PyTorch. Call before its import."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def free_port(host: str) -> int:
@@ -122,19 +128,28 @@ class RankProcess:
 def end_process(record: ProcessRecord, grace_s: float) -> bool:
     """End a process that need not be our child, by pid and start time: SIGTERM, SIGKILL after `grace_s` seconds.
 
-    False when it was gone already. Blocks until it is gone.
+    False when it was gone already. Blocks until it is gone. Raises ProcessStuck.
     """
-    if (process := record.process()) is None:
-        return False
-    try:
-        process.terminate()
-        try:
-            process.wait(grace_s)
-        except psutil.TimeoutExpired:
-            process.kill()
-            process.wait(10)
-    except psutil.NoSuchProcess:
-        pass
+    for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
+        if (process := record.process()) is None:
+            return number == signal.SIGKILL
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+        if _gone(record, patience_s):
+            return True
+    raise ProcessStuck(
+        f"Process {record.pid} on this machine does not end, not even by SIGKILL: the system or its GPU holds it.",
+        hint="Reboot this machine to get its memory back.",
+    )
+
+
+def _gone(record: ProcessRecord, patience_s: float) -> bool:
+    """Wait for the end of a process; one that only waits for its parent to take note of it is gone."""
+    end = time.monotonic() + patience_s
+    while record.process() is not None:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
     return True
 
 

@@ -25,7 +25,8 @@ def find(folders: Folders) -> ClusterState:
     if state is None:
         raise NothingRuns("Nothing is running.", hint="`cluster up` starts it.")
     if not state.runs:
-        ended = state.reason or ("it was stopped" if state.phase == "ended" else "its coordinator was killed")
+        first_line = state.reason.partition("\n")[0]
+        ended = first_line or ("it was stopped" if state.phase == "ended" else "its coordinator was killed")
         raise NothingRuns(
             f"Nothing is running. The last cluster ({state.model or 'demo model'}) ended: {ended.rstrip('.')}.",
             hint="`cluster up` starts it, `cluster logs` shows the last logs.",
@@ -60,7 +61,7 @@ def wait_ready(process: subprocess.Popen[bytes], folders: Folders, update: Calla
                 try:
                     health = ask(state)
                 except ServerUnanswering:  # it listens from the first moment, and answers a little later
-                    health = {"status": state.phase}
+                    health = {"status": state.phase, "reason": state.reason}
                 update(health)
                 if health["status"] == "ready":
                     return

@@ -33,7 +33,6 @@ T = TypeVar("T")
 logger = logging.getLogger("cluster.supervise")
 HOST = "this machine"
 SHOWN_LOG_LINES = 12
-WORKER = "blocking-work"  # the name of threads that fetch models and load tokenizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +368,7 @@ class Supervisor:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(settle, *outcome)
 
-        threading.Thread(target=body, name=WORKER, daemon=True).start()
+        threading.Thread(target=body, name="blocking-work", daemon=True).start()
         return await future
 
 

@@ -74,7 +74,7 @@ class StartView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        self._stop_bar()
 
     def update(self, health: dict[str, Any]) -> None:
         """Show what changed since the last call."""
@@ -102,10 +102,11 @@ class StartView:
         text = amount(progress) if progress else ""
         name = progress["what"] if progress else self._phase
         if self._console.is_terminal:
+            shown: dict[str, Any] = {"completed": done, "total": total or None, "amount": text}
             if self._task is None:
-                self._task = self._bar.add_task(name, total=None, amount="")
+                self._task = self._bar.add_task(name, **shown)
                 self._bar.start()
-            self._bar.update(self._task, description=name, completed=done, total=total or None, amount=text)
+            self._bar.update(self._task, description=name, **shown)
         elif total and (quarter := 4 * done // total) > self._quarter:
             self._quarter = quarter
             self._say(f"{name}  {text}")

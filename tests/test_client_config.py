@@ -1,0 +1,31 @@
+"""Settings printed for other programs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cluster.client_config import opencode
+
+URL = "http://127.0.0.1:8080"
+
+
+def test_opencode_gets_a_provider_with_the_model_and_its_limits():
+    document = json.loads(opencode(URL, "org/model", 32768, needs_key=False))
+    provider = document["provider"]["cluster"]
+    assert provider["npm"] == "@ai-sdk/openai-compatible"
+    assert provider["options"] == {"baseURL": f"{URL}/v1"}
+    assert provider["models"]["org/model"]["limit"] == {"context": 32768, "output": 8192}
+    assert document["model"] == "cluster/org/model"
+
+
+def test_the_key_is_named_and_not_written():
+    options = json.loads(opencode(URL, "m", 4096, needs_key=True))["provider"]["cluster"]["options"]
+    assert options["apiKey"] == "{env:CLUSTER_API_KEY}"
+
+
+@pytest.mark.parametrize(("context", "output"), [(1_000_000, 32_000), (4096, 1024), (2, 1)])
+def test_the_output_leaves_room_for_the_conversation(context, output):
+    limit = json.loads(opencode(URL, "m", context, needs_key=False))["provider"]["cluster"]["models"]["m"]["limit"]
+    assert limit["output"] == output
