@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from cluster.bench import bench
 from cluster.config import NAMES, ClusterConfig, load_config
 from cluster.errors import ClusterError, NothingRuns, NotReady
 from cluster.paths import Folders
@@ -186,6 +187,9 @@ def client(name: Annotated[Client, typer.Argument(help="The program.")]) -> None
     if not health["context"]:
         raise NotReady(f"The cluster is not ready: {health['status']}.", hint="`cluster status` shows when it is.")
     typer.echo(client_config.opencode(state.url, health["model"], health["context"], needs_key=state.needs_key))
+
+
+app.command()(bench)
 
 
 def _folders() -> Folders:

@@ -4,7 +4,8 @@
 
 Modes: refuse (no Join is good), broken (Failed instead of Ready), crash-loading, crash-on-submit, die-once FILE
 (crashes on the first Submit unless FILE exists), silent (no Beat after the first), stuck (Beats tell of an endless
-step), deaf (ignores SIGTERM), never-listens, slow FILE (stays in loading until FILE exists).
+step), deaf (ignores SIGTERM), never-listens, mute (begins requests and gives no token), slow FILE (stays in loading
+until FILE exists).
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ def serve(connection: socket.socket, plan: wire.RankPlan, modes: dict[str, None]
                 file.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         send(wire.Started(message.id, 0))
+        if "mute" in modes:
+            continue
         for step, token in enumerate(OUTPUT):
             finish = "length" if token == OUTPUT[-1] else ""
             send(wire.Tokens(step, [wire.Token(message.id, i, token, finish) for i in range(message.n)]))
