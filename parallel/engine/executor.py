@@ -8,7 +8,7 @@ Called by `loop.py`, from the one thread that owns all arrays.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -35,10 +35,11 @@ class _Decoding:
 
 @dataclass(slots=True)
 class _Begun:
-    """A step on the device. `redo` repeats its sampling with a full sort."""
+    """A step on the device. `places` are its rows' places in the bucket; `redo` samples again with a full sort."""
 
     step: wire.Step
     wait: list[mx.array]
+    places: list[int] = field(default_factory=list)
     sampler: Sampler | None = None
     sampled: Sampled | None = None
     redo: Callable[[], Sampled] | None = None
@@ -91,8 +92,9 @@ class Executor:
             if begun.redo is not None and sampled.whole is not None and not np.array(sampled.whole).all():
                 sampled = begun.redo()
                 mx.eval(sampled.arrays)
-            tokens: list[int] = sampled.tokens.tolist()  # type: ignore[assignment]
-            return StepResult(step.id, tokens, begun.sampler.read_logprobs(sampled, tokens))
+            tokens: list[int] = np.array(sampled.tokens).tolist()
+            tops = begun.sampler.read_logprobs(sampled, tokens)
+            return StepResult(step.id, [tokens[place] for place in begun.places], tops)
         except Exception as error:
             self._discard(step)
             return StepResult(step.id, error=f"{type(error).__name__}: {error}")
@@ -142,7 +144,7 @@ class Executor:
         return fresh
 
     def _leave(self, leaving: dict[int, set[int]]) -> None:
-        """Rows that exit together leave with one copy of their bucket."""
+        """Rows that exit together leave together."""
         for id, rows in leaving.items():
             if (decoding := self._buckets.get(id)) is None:
                 continue
@@ -175,7 +177,8 @@ class Executor:
         sampled = [d.sampled for d in (decoding, other) if d.sampled is not None]
         decoding.sampled = mx.concatenate(sampled) if sampled else None
         decoding.sampled_rows += other.sampled_rows
-        decoding.sampler = Sampler(list(decoding.rows.values()), decoding.sampler, other.sampler)
+        rows = [decoding.rows[row] for row in decoding.kv.rows]
+        decoding.sampler = Sampler(rows, decoding.sampler, other.sampler)
         return kv.arrays(decoding.kv.caches)
 
     @staticmethod
@@ -192,12 +195,15 @@ class Executor:
 
     def _decode(self, step: wire.Step, begun: _Begun) -> None:
         decoding = self._buckets[step.bucket]
-        assert decoding.sampler is not None and [row.seq for row in step.rows] == decoding.kv.rows
-        logits = self._model(self._inputs(decoding, step.rows)[:, None], cache=decoding.kv.caches)[:, -1, :]
+        assert decoding.sampler is not None and {row.seq for row in step.rows} == set(decoding.kv.rows)
+        fed = {row.seq: row for row in step.rows}
+        rows = [fed[seq] for seq in decoding.kv.rows]
+        begun.places = [decoding.kv.rows.index(row.seq) for row in step.rows]
+        logits = self._model(self._inputs(decoding, rows)[:, None], cache=decoding.kv.caches)[:, -1, :]
         decoding.kv.advance()
         if self._mask is not None:
             logits = self._mask(step, logits)
-        sampler, positions = decoding.sampler, [row.position for row in step.rows]
+        sampler, positions = decoding.sampler, [row.position for row in rows]
         sampled = sampler(logits, positions)
         if sampled.whole is not None:
             begun.redo = lambda: sampler(logits, positions, full=True)

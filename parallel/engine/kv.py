@@ -1,8 +1,8 @@
 """The KV of sequences and buckets on mlx-lm's caches; nothing else touches those.
 
 A sequence in prefill owns a `Solo`, mlx-lm's caches for one sequence. A bucket of one row simply keeps that; from two
-rows on it holds mlx-lm's left-padded batch caches. Lengths and paddings are known on the host throughout: reading them
-back from the device would wait for everything queued there.
+rows on it holds left-padded batch caches: `SlotKVCache` for plain KV, mlx-lm's own for the other kinds. Lengths and
+paddings are known on the host throughout: reading them back from the device would wait for everything queued there.
 
 Whatever is shared (a prefix entry and the sequences that started from it) is shared as slices: MLX arrays are values,
 and an in-place update copies a buffer that somebody else still refers to.
@@ -16,9 +16,10 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
-from parallel.engine.sequence import CacheShape
+from parallel.engine.sequence import CacheShape, rows_capacity
+from parallel.engine.slots import SlotKVCache
 
 Solo = list[Any]  # one mlx-lm cache per layer
 
@@ -92,7 +93,7 @@ def _leaves(solo: Solo) -> Iterator[Any]:
 
 
 class Bucket:
-    """Rows that decode together, in order: their sequence ids, their lengths on the host, their caches."""
+    """Rows that decode together, in this order: their sequence ids, their lengths on the host, their caches."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -101,53 +102,51 @@ class Bucket:
         self._batched = False
 
     def join(self, rows: list[int], solos: list[Solo], lengths: list[int]) -> None:
-        """Append `rows`; `solos` become the bucket's. One copy of the bucket, unless it holds this one row only."""
+        """Append `rows`; `solos` become the bucket's."""
         if not self.rows and len(rows) == 1:
             self.caches, self._batched = solos[0], False
         else:
-            joining = self._merge(solos)
-            if self.rows:
-                self._batch()
-                for cache, other in zip(self.caches, joining, strict=True):
-                    cache.extend(other)
-            else:
-                self.caches = joining
-            self._batched = True
+            self._batch()
+            self._append(solos, self.lengths + lengths)
         self.rows += rows
         self.lengths += lengths
 
     def absorb(self, other: Bucket) -> None:
         """Append all rows of `other`, which ends."""
         self._batch()
-        other._batch()
-        for cache, more in zip(self.caches, other.caches, strict=True):
-            cache.extend(more)
+        lengths = self.lengths + other.lengths
+        if other._batched:
+            for mine, theirs in zip(self.caches, other.caches, strict=True):
+                _extend(mine, theirs, lengths, rows_capacity(len(lengths)))
+        else:
+            self._append([other.caches], lengths)
         self.rows += other.rows
-        self.lengths += other.lengths
+        self.lengths = lengths
 
     def drop(self, rows: set[int]) -> None:
-        """Drop `rows`, those that are here, and the padding that only they needed, with one copy of the bucket."""
-        stay = [i for i, row in enumerate(self.rows) if row not in rows]
-        if len(stay) == len(self.rows):
-            return
-        longest = max(self.lengths)
-        self.rows = [self.rows[i] for i in stay]
-        self.lengths = [self.lengths[i] for i in stay]
-        if self._batched and stay:
-            index = mx.array(stay)
-            padding = longest - max(self.lengths)
+        """Drop `rows`, those that are here; the last rows move into their places."""
+        gaps, order = [], list(range(len(self.rows)))
+        for row in rows & set(self.rows):
+            place = next(i for i, old in enumerate(order) if self.rows[old] == row)
+            last = len(order) - 1
+            if place != last:
+                gaps.append((place, last))
+                order[place] = order[last]
+            order.pop()
+        self.rows = [self.rows[i] for i in order]
+        self.lengths = [self.lengths[i] for i in order]
+        if not order:
+            self.caches, self._batched = [], False
+        elif self._batched and rows:
             for cache in self.caches:
-                _filter(cache, index, padding)
-        elif not stay:
-            self.caches = []
+                _drop(cache, gaps, order, self.lengths)
 
     def extract(self, row: int, length: int) -> Solo:
         """A copy of the first `length` tokens of `row`; every cache must be a KVCache or a list of them."""
-        i = self.rows.index(row)
         if not self._batched:
             return fork(self.caches, length)
-        start = max(self.lengths) - self.lengths[i]
-        return [_extract(cache, i, start, length) for cache in self.caches]
+        i = self.rows.index(row)
+        return [_extract(cache, i, length, self.lengths[i]) for cache in self.caches]
 
     def advance(self) -> None:
         """Every row has one token more."""
@@ -155,34 +154,68 @@ class Bucket:
 
     def _batch(self) -> None:
         if not self._batched:
-            self.caches, self._batched = self._merge([self.caches]), True
+            alone, self.caches = self.caches, []
+            if alone:
+                self._append([alone], self.lengths)
+            self._batched = True
 
-    @staticmethod
-    def _merge(solos: list[Solo]) -> Solo:
-        return [layer[0].merge(list(layer)) for layer in zip(*solos, strict=True)]
+    def _append(self, solos: list[Solo], lengths: list[int]) -> None:
+        layers = [list(layer) for layer in zip(*solos, strict=True)]
+        capacity = rows_capacity(len(lengths))
+        if not self.caches:
+            self.caches = [_merge(layer, lengths, capacity) for layer in layers]
+        else:
+            for cache, layer in zip(self.caches, layers, strict=True):
+                _insert(cache, layer, lengths, capacity)
 
 
-def _filter(cache: Any, index: mx.array, padding: int) -> None:
-    """Keep the rows in `index`, cut `padding` columns from the left: mlx-lm's filter without reading back."""
+def _merge(layer: list[Any], lengths: list[int], capacity: int) -> Any:
+    """One batched cache from the caches of one layer."""
+    if isinstance(layer[0], CacheList):
+        children = zip(*(cache.caches for cache in layer), strict=True)
+        return CacheList(*(_merge(list(child), lengths, capacity) for child in children))
+    if isinstance(layer[0], KVCache):
+        batch = SlotKVCache()
+        batch.insert(layer, lengths, capacity)
+        return batch
+    return layer[0].merge(layer)
+
+
+def _insert(cache: Any, layer: list[Any], lengths: list[int], capacity: int) -> None:
+    if isinstance(cache, CacheList):
+        for child, rows in zip(cache.caches, zip(*(c.caches for c in layer), strict=True), strict=True):
+            _insert(child, list(rows), lengths, capacity)
+    elif isinstance(cache, SlotKVCache):
+        cache.insert(layer, lengths, capacity)
+    else:
+        cache.extend(layer[0].merge(layer))
+
+
+def _extend(cache: Any, other: Any, lengths: list[int], capacity: int) -> None:
+    """Append the rows of the batched cache `other`."""
+    if isinstance(cache, CacheList):
+        for child, more in zip(cache.caches, other.caches, strict=True):
+            _extend(child, more, lengths, capacity)
+    elif isinstance(cache, SlotKVCache):
+        joining = lengths[cache.count :]
+        cache.insert([other.row(i, n, n) for i, n in enumerate(joining)], lengths, capacity)
+    else:
+        cache.extend(other)
+
+
+def _drop(cache: Any, gaps: list[tuple[int, int]], order: list[int], lengths: list[int]) -> None:
     if isinstance(cache, CacheList):
         for child in cache.caches:
-            _filter(child, index, padding)
-    elif isinstance(cache, BatchKVCache):
-        if cache.keys is not None:
-            cache.keys = cache.keys[index, :, padding:]
-            cache.values = cache.values[index, :, padding:]
-        cache.offset = cache.offset[index]
-        cache.left_padding = cache.left_padding[index] - padding
-        cache._idx -= padding
+            _drop(child, gaps, order, lengths)
+    elif isinstance(cache, SlotKVCache):
+        cache.remove(gaps, lengths)
     else:
-        cache.filter(index)
+        cache.filter(mx.array(order))
 
 
-def _extract(cache: Any, row: int, start: int, length: int) -> Any:
+def _extract(cache: Any, row: int, length: int, of: int) -> Any:
     if isinstance(cache, CacheList):
-        return CacheList(*(_extract(child, row, start, length) for child in cache.caches))
-    alone = KVCache()
-    alone.keys = mx.contiguous(cache.keys[row : row + 1, :, start : start + length])
-    alone.values = mx.contiguous(cache.values[row : row + 1, :, start : start + length])
-    alone.offset = length
+        return CacheList(*(_extract(child, row, length, of) for child in cache.caches))
+    alone = cache.row(row, length, of)
+    alone.keys, alone.values = mx.contiguous(alone.keys), mx.contiguous(alone.values)
     return alone

@@ -26,6 +26,7 @@ from parallel.engine.sequence import CacheShape, Sequence, State, StepResult
 
 SMALL_CHUNK = 64  # up to here a chunk costs about one reading of the weights, whatever its length
 PREFILL_SHARE_S = 0.05  # prefill may always take this long per decode step, even when decode steps are shorter
+PREFILL_LONGEST_S = 0.5  # and never longer than this, however many wait
 IDLE_CHUNK_S = 1.0  # a chunk with nothing running: the longest that a newcomer or a cancellation waits for
 GROWTH_TOKENS = 256  # room that a sequence needs beyond its prompt to be admitted
 SHARED_TOKENS = 64  # a prefix this much longer than the cached one is worth waiting for
@@ -211,7 +212,7 @@ class Scheduler:
 
     def next_step(self) -> wire.Step | None:
         """The next step to send, or None when there is nothing to do before a result comes back."""
-        running = any(bucket.rows for bucket in self._buckets.values())
+        running = bool(self._buckets or self._prefilled)
         if (not running or self._credit_s > 0) and (sequence := self._next_prefill()) is not None:
             return self._prefill_step(sequence, running)
         self._enter_prefilled()
@@ -411,12 +412,19 @@ class Scheduler:
             row.scheduled += 1
         step = self._emit(wire.Step(0, bucket=bucket.id, rows=fed), rows, bucket)
         bucket.stepped = step.id
-        budget_s = max(self.pace.decode_s, PREFILL_SHARE_S)
+        budget_s = self._prefill_budget_s()
         self._credit_s = min(budget_s, max(self._credit_s, 0.0) + budget_s / len(self._buckets))
         for row in rows:
             if row.scheduled >= self._max_tokens(row):  # its last token is on its way: it need not be looked ahead
                 self._exit(row, save=True)
         return step
+
+    def _prefill_budget_s(self) -> float:
+        """How long prefill may take between two decode steps: as long as a step, more while more wait than run."""
+        running = sum(len(bucket.rows) for bucket in self._buckets.values())
+        crowd = max(1.0, (len(self._waiting) + len(self._prefilling)) / running)
+        share_s = max(self.pace.decode_s, PREFILL_SHARE_S)
+        return max(share_s, min(crowd * share_s, PREFILL_LONGEST_S))
 
     # ------------------------------------------------------------ leaving
 

@@ -106,3 +106,8 @@ class CacheShape:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.bytes(middle) <= limit_bytes else (low, middle - 1)
         return low
+
+
+def rows_capacity(rows: int) -> int:
+    """Rows that a bucket of `rows` rows has room for, so that not every newcomer makes it grow (which copies it)."""
+    return rows if rows <= 2 else -(-rows // 4) * 4

@@ -1,0 +1,109 @@
+"""A batched KV cache whose rows join and leave in place.
+
+mlx-lm's `BatchKVCache` copies the whole batch when a row joins or leaves: with 32 rows of 8K tokens of an 8B model that
+is 34 GB for one newcomer. Here the batch has spare rows; a newcomer is written into one, and the last row moves into
+the place of one that left. To a model it is a `BatchKVCache`: right-aligned rows, padding on the left.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache, KVCache
+
+GRAIN = 256  # columns that the batch grows by, as mlx-lm's caches do
+
+
+class SlotKVCache(BatchKVCache):
+    """KV of `count` rows in arrays [capacity, heads, columns, dim]; every row ends at column `_idx`."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.keys: Any = None
+        self.values: Any = None
+        self._idx: int = 0
+        self.offset: mx.array = mx.array([], mx.int32)
+        self.count = 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append `keys` and `values` [count, heads, n, dim] to every row; returns all columns so far."""
+        start, n = self._idx, keys.shape[2]
+        if self.keys is None:
+            self._allocate(self.count, start + n, keys, values)
+        elif start + n > self.keys.shape[2]:
+            self.keys, self.values = (_wider(a, start, n) for a in (self.keys, self.values))
+        self._idx += n
+        self.offset = self.offset + n
+        self.keys[: self.count, :, start : self._idx] = keys
+        self.values[: self.count, :, start : self._idx] = values
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """All columns of all rows."""
+        return self.keys[: self.count, :, : self._idx], self.values[: self.count, :, : self._idx]
+
+    def insert(self, rows: list[KVCache], lengths: list[int], capacity: int) -> None:
+        """Append `rows`; `lengths` are those of all rows then. Room for `capacity` rows is made where it is missing."""
+        joining = lengths[self.count :]
+        shift = max(0, *joining) - self._idx if joining else 0
+        first = next((row for row in rows if row.keys is not None), None)
+        if self.keys is None:
+            self._idx = max(0, self._idx + shift)
+            if first is not None:
+                self._allocate(capacity, self._idx, first.keys, first.values)
+        elif shift > 0 or len(lengths) > self.keys.shape[0]:
+            self._move(max(capacity, len(lengths)), max(0, shift))
+        for i, (row, length) in enumerate(zip(rows, joining, strict=True), start=self.count):
+            if row.keys is not None:
+                columns = slice(self._idx - length, self._idx)
+                self.keys[i : i + 1, :, columns] = row.keys[..., :length, :]
+                self.values[i : i + 1, :, columns] = row.values[..., :length, :]
+        self._known(lengths)
+
+    def remove(self, gaps: list[tuple[int, int]], lengths: list[int]) -> None:
+        """For each (to, from) of `gaps`, in order, row `from` moves to `to`; `lengths` are those of the rows left."""
+        if self.keys is not None:
+            for to, last in gaps:
+                self.keys[to : to + 1, :, : self._idx] = self.keys[last : last + 1, :, : self._idx]
+                self.values[to : to + 1, :, : self._idx] = self.values[last : last + 1, :, : self._idx]
+            self.count = len(lengths)
+            if self._idx - max(lengths) >= GRAIN:  # the longest rows left: what they alone needed goes
+                self._move(self.keys.shape[0], max(lengths) - self._idx)
+        self._known(lengths)
+
+    def row(self, index: int, length: int, of: int) -> KVCache:
+        """The first `length` tokens of row `index`, which holds `of`, as views."""
+        alone = KVCache()
+        if self.keys is not None:
+            columns = slice(self._idx - of, self._idx - of + length)
+            alone.keys = self.keys[index : index + 1, :, columns]
+            alone.values = self.values[index : index + 1, :, columns]
+        alone.offset = length
+        return alone
+
+    def _known(self, lengths: list[int]) -> None:
+        self.count = len(lengths)
+        self.offset = mx.array(lengths)
+        self.left_padding = mx.array([self._idx - length for length in lengths])
+
+    def _allocate(self, capacity: int, columns: int, keys: mx.array, values: mx.array) -> None:
+        columns = -(-max(columns, 1) // GRAIN) * GRAIN
+        self.keys = mx.zeros((capacity, keys.shape[1], columns, keys.shape[3]), keys.dtype)
+        self.values = mx.zeros((capacity, values.shape[1], columns, values.shape[3]), values.dtype)
+
+    def _move(self, capacity: int, shift: int) -> None:
+        """Copy into new arrays of `capacity` rows, all columns `shift` further right (negative: cut on the left)."""
+        old_keys, old_values, start = self.keys, self.values, self._idx
+        self._idx += shift
+        self._allocate(capacity, self._idx, old_keys, old_values)
+        source, target = slice(max(0, -shift), start), slice(max(0, shift), self._idx)
+        self.keys[: self.count, :, target] = old_keys[: self.count, :, source]
+        self.values[: self.count, :, target] = old_values[: self.count, :, source]
+
+
+def _wider(array: mx.array, used: int, n: int) -> mx.array:
+    """`array` with room for `n` more columns after the `used` ones."""
+    columns = -(-(used + n) // GRAIN) * GRAIN - array.shape[2]
+    shape = (array.shape[0], array.shape[1], columns, array.shape[3])
+    return mx.concatenate([array, mx.zeros(shape, array.dtype)], axis=2)
