@@ -154,7 +154,6 @@ class Supervisor:
                     raise self._chat_error
                 if not self._was_ready:
                     raise self._start_failure(phase, reason)
-                logger.warning("rank 0 %s | lost: %s", HOST, reason)
                 if not budget.take(time.monotonic()):
                     break
                 self.restarts += 1
@@ -309,7 +308,7 @@ class Supervisor:
 
     def _enter(self, phase: str, progress: dict[str, Any] | None = None) -> None:
         if phase != self.phase:
-            logger.info("%s %s%s", self.model, phase, f": {self.reason}" if self.reason else "")
+            logger.info("%s %s%s", self.model, phase, f": {self.reason}" if phase in ("lost", "failed") else "")
         self.phase = phase
         self._progress = progress
         self._on_change()

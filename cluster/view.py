@@ -34,7 +34,8 @@ def amount(progress: dict[str, Any]) -> str:
 
 def curl(url: str, model: str, key: str | None) -> str:
     """A command line to paste. `key` is the text between the quotes of its header: the key, or a shell variable."""
-    body = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = {"model": model, "messages": [question], "temperature": 0}  # a small model rambles at its own temperature
     header = f' -H "Authorization: Bearer {key}"' if key else ""
     return (
         f"curl {url}/v1/chat/completions{header} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
