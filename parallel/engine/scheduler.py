@@ -327,7 +327,7 @@ class Scheduler:
         if self.limits.reuse == "off" or sequence.computed < BLOCK:
             return
         tokens = sequence.tokens[: sequence.computed]
-        entry = self._add_entry(tokens)
+        entry = self._add_entry(tokens, self.limits.shape.bytes(len(tokens)))
         if entry >= 0:
             sequence.entry = entry
             self._orders.append(wire.Keep(sequence.id, entry))
@@ -454,7 +454,7 @@ class Scheduler:
             if row.entry in self._prefix:  # the longer entry holds the shorter
                 self._prefix.remove(row.entry)
                 self._orders.append(wire.Forget(row.entry))
-            entry = row.entry = self._add_entry(row.tokens[:length])
+            entry = row.entry = self._add_entry(row.tokens[:length], self.limits.shape.exact_bytes(length))
         self._orders.append(wire.Exit(bucket.id, row.id, entry, length))
         if not bucket.rows:
             del self._buckets[bucket.id]
@@ -536,9 +536,8 @@ class Scheduler:
         shape = self.limits.shape
         return max((len(b.rows) * shape.bytes(b.length + 1) for b in self._buckets.values()), default=0)
 
-    def _add_entry(self, tokens: list[int]) -> int:
-        """A new prefix entry for `tokens` within the byte budget, or -1 when it would not fit."""
-        size = self.limits.shape.bytes(len(tokens))
+    def _add_entry(self, tokens: list[int], size: int) -> int:
+        """A new prefix entry of `size` bytes for `tokens` within the byte budget, or -1 when it would not fit."""
         free = self.limits.kv_bytes - self._active_bytes() - self._copy_bytes()
         budget = min(self.limits.prefix_bytes, free)
         if size > budget:

@@ -94,7 +94,10 @@ class CacheShape:
 
     def bytes(self, tokens: int) -> int:
         """Bytes that one row of `tokens` tokens occupies."""
-        capacity = -(-tokens // self.grain) * self.grain
+        return self.exact_bytes(-(-tokens // self.grain) * self.grain)
+
+    def exact_bytes(self, capacity: int) -> int:
+        """Bytes of a copy that has room for `capacity` tokens and no more."""
         return self.fixed_bytes + sum(
             per_token * (min(capacity, window) if window else capacity) for per_token, window in self.layers
         )
