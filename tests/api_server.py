@@ -20,13 +20,14 @@ import pytest
 import pytest_asyncio
 import uvicorn
 from fake_engine import READY, FakeEngine
+from fastapi import FastAPI
 from tiny_tokenizer import build_tokenizer_folder
 
 from cluster.api import Settings, create_app
 from cluster.chat import ChatModel
 from parallel import wire
 
-__all__ = ["app_settings", "base_url", "chat", "client", "engine", "http", "service", "tokenizer_folder"]
+__all__ = ["app", "app_settings", "base_url", "chat", "client", "engine", "http", "service", "tokenizer_folder"]
 
 MODEL = "lab/tiny"
 
@@ -74,30 +75,39 @@ async def service(chat: ChatModel, engine: FakeEngine) -> FakeService:
     return FakeService(chat, engine)
 
 
+@pytest.fixture
+def app(request: pytest.FixtureRequest) -> FastAPI | None:
+    """The application over the scripted engine; None when a real server is tested."""
+    if "CLUSTER_TEST_URL" in os.environ:
+        return None
+    return create_app(request.getfixturevalue("service"), request.getfixturevalue("app_settings"))
+
+
 @pytest_asyncio.fixture
-async def base_url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
+async def base_url(app: FastAPI | None) -> AsyncIterator[str]:
     """The server's root."""
-    if url := os.environ.get("CLUSTER_TEST_URL"):
-        yield url.rstrip("/")
+    if app is None:
+        yield os.environ["CLUSTER_TEST_URL"].rstrip("/")
         return
-    app = create_app(request.getfixturevalue("service"), request.getfixturevalue("app_settings"))
-    server = uvicorn.Server(
-        uvicorn.Config(app, port=0, log_level="warning", lifespan="off", timeout_graceful_shutdown=2)
-    )
-    task = asyncio.create_task(server.serve())
-    while not server.started:
+    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off", timeout_graceful_shutdown=2)
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup()  # not `serve`, which polls for its exit ten times a second
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    for listener in server.servers:  # not `shutdown`, which sleeps; the clients have closed their connections
+        listener.close()
+        await listener.wait_closed()
+    while server.server_state.connections or server.server_state.tasks:
         await asyncio.sleep(0)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    await task
 
 
 @pytest_asyncio.fixture
 async def client(base_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
     """The official client."""
     key = os.environ.get("CLUSTER_TEST_KEY", "none")
-    async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key, max_retries=0) as client:
+    plain = openai.DefaultAsyncHttpxClient(verify=False)  # loading certificates takes longer than most tests
+    async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key, max_retries=0, http_client=plain) as client:
         yield client
 
 
@@ -106,5 +116,5 @@ async def http(base_url: str) -> AsyncIterator[httpx.AsyncClient]:
     """A plain client, for what the official one cannot express."""
     key = os.environ.get("CLUSTER_TEST_KEY")
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with httpx.AsyncClient(base_url=base_url, headers=headers, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=base_url, headers=headers, timeout=60, verify=False) as client:
         yield client
