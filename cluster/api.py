@@ -52,7 +52,7 @@ class Service(Protocol):
     @property
     def stats(self) -> wire.Stats: ...
     def health(self) -> dict[str, Any]:
-        """Phase, progress and reason, for people and for probes."""
+        """Phase, progress, age of the last token and reason, for people and for probes."""
         ...
 
 
@@ -116,10 +116,8 @@ class _Api:
         return _json(self._model_object())
 
     async def health(self) -> Response:
-        body = self._service.health()
-        body.setdefault("last_token_age_s", self._metrics.last_token_age_s())
         serving = self._service.engine is not None and self._service.ready is not None
-        return _json({"status": "ok" if serving else "unavailable", **body}, 200 if serving else 503)
+        return _json(self._service.health(), 200 if serving else 503)
 
     async def metrics_text(self) -> Response:
         return Response(self._metrics.render(), media_type=CONTENT_TYPE_LATEST)

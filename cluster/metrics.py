@@ -6,7 +6,6 @@ One Metrics per app with a registry of its own, so tests and restarts do not sha
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -53,17 +52,11 @@ class Metrics:
             buckets=WHOLE_BUCKETS,
             registry=registry,
         )
-        self.last_token_s: float | None = None
         registry.register(_EngineCollector(engine))
 
     def tokens_came(self, run: Run, gap_s: float, first: bool) -> None:
         """A token of `run` came, `gap_s` after the one before it or, for the first, after the submission."""
         (self._first if first else self._gap).observe(gap_s)
-        self.last_token_s = run.timing.last_token_s or run.timing.first_token_s
-
-    def last_token_age_s(self) -> float | None:
-        """Seconds since any request got a token; None when none did yet."""
-        return None if self.last_token_s is None else time.monotonic() - self.last_token_s
 
     def request_ended(self, route: str, outcome: str, run: Run | None = None) -> None:
         """Count a request. `outcome`: ok, cancelled, refused (4xx), full (429), failed (5xx)."""

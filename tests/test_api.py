@@ -221,7 +221,7 @@ async def test_usage_comes_in_one_chunk_without_choices_before_done_and_is_null_
 
 
 async def test_health_and_metrics_answer(http):
-    assert (await http.get("/health")).json()["status"] == "ok"
+    assert (await http.get("/health")).status_code == 200
     assert "cluster_requests_total" in (await http.get("/metrics")).text
 
 
@@ -586,7 +586,7 @@ class TestQueue:
         engine.release()
         assert {response.status_code for response in await asyncio.gather(*waiting)} == {200}
 
-    async def test_more_prompts_than_will_ever_fit_are_400(self, http):
+    async def test_more_prompts_than_will_ever_fit_are_400(self, http, engine):
         response = await post(http, "/v1/completions", prompt=["a"] * 6)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
 
@@ -607,7 +607,7 @@ class TestKey:
     def app_settings(self) -> Settings:
         return Settings(api_key="sesame", cors_origin=("https://app.example",))
 
-    async def test_the_key_is_asked_for_on_every_route_but_health(self, http):
+    async def test_the_key_is_asked_for_on_every_route_but_health(self, http, engine):
         for path in ("/v1/models", "/metrics", "/v1/nothing"):
             response = await http.get(path)
             assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
@@ -621,7 +621,7 @@ class TestKey:
             with pytest.raises(openai.AuthenticationError):
                 await wrong.models.list()
 
-    async def test_a_browser_of_a_named_origin_may_ask_before_and_read_after(self, http):
+    async def test_a_browser_of_a_named_origin_may_ask_before_and_read_after(self, http, engine):
         ask = {"origin": "https://app.example", "access-control-request-method": "POST"}
         preflight = await http.options(CHAT, headers={**ask, "access-control-request-headers": "authorization"})
         assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, ask["origin"])
@@ -636,7 +636,7 @@ class TestSize:
     def app_settings(self) -> Settings:
         return Settings(max_body_bytes=1000)
 
-    async def test_a_body_over_the_limit_is_413_announced_or_not(self, http):
+    async def test_a_body_over_the_limit_is_413_announced_or_not(self, http, engine):
         async def pieces():
             for _ in range(20):
                 yield b" " * 100

@@ -43,7 +43,6 @@ async def test_an_answered_request_is_counted_with_its_tokens_and_times(http, en
     assert seen["cluster_time_to_first_token_seconds_count"] == 1
     assert seen["cluster_inter_token_seconds_count"] == count  # the end token came after the last one, too
     assert seen["cluster_request_seconds_count"] == 1
-    assert (await http.get("/health")).json()["last_token_age_s"] >= 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
