@@ -46,6 +46,7 @@ class Control:
         self._oldest = (0, 0.0)
         self._parent = os.getppid()
         self._alone_since = time.monotonic()
+        self._closed = threading.Event()
         for run in (self._accept, self._write, self._beat):
             threading.Thread(target=run, name=f"control-{run.__name__}", daemon=True).start()
 
@@ -80,11 +81,20 @@ class Control:
         while not self._outbox.empty() and time.monotonic() < deadline:
             time.sleep(0.01)
 
+    def close(self) -> None:
+        """Stop listening and watching; a connection that is open stays until its peer ends it."""
+        self._closed.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
     # ------------------------------------------------------------ threads
 
     def _accept(self) -> None:
         while True:
-            peer, _ = self._listener.accept()
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return  # closed
             threading.Thread(target=self._serve, args=(peer,), name="control-peer", daemon=True).start()
 
     def _serve(self, peer: socket.socket) -> None:
@@ -144,8 +154,7 @@ class Control:
 
     def _beat(self) -> None:
         """Heartbeats, and the watchdog: a rank whose coordinator is gone for good ends itself."""
-        while True:
-            time.sleep(BEAT_S)
+        while not self._closed.wait(BEAT_S):
             if self._peer is None:
                 orphan = os.getppid() != self._parent
                 if orphan or time.monotonic() - self._alone_since > ALONE_S:
