@@ -222,6 +222,7 @@ class Supervisor:
             host="127.0.0.1",
             port=free_port("127.0.0.1"),
             secret_file=str(self._folders.secret),
+            parent=os.getpid(),
             context=config.context or 0,
             slots=config.slots,
             kv_limit_bytes=config.kv_memory or 0,

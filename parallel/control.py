@@ -31,10 +31,10 @@ class Disconnected:
 class Control:
     """Listens on `host`:`port` for the coordinator; one at a time is served.
 
-    Raises OSError when the address is taken. `inbox` yields Submit, Abort, Leave and Disconnected.
+    With `parent`, the end of that process ends this one. Raises OSError when the address is taken. `inbox` yields Submit, Abort, Leave and Disconnected.
     """
 
-    def __init__(self, host: str, port: int, secret_file: Path) -> None:
+    def __init__(self, host: str, port: int, secret_file: Path, parent: int = 0) -> None:
         self.inbox: queue.SimpleQueue[wire.Message | Disconnected] = queue.SimpleQueue()
         self._secret = secret_file.read_text().strip()
         self._listener = socket.create_server((host, port), reuse_port=False)
@@ -44,7 +44,7 @@ class Control:
         self._greeting: list[wire.Message] = [wire.Progress(0, "starting")]
         self._stats = wire.Stats()
         self._oldest = (0, 0.0)
-        self._parent = os.getppid()
+        self._parent = parent
         self._alone_since = time.monotonic()
         self._closed = threading.Event()
         for run in (self._accept, self._write, self._beat):
@@ -156,7 +156,7 @@ class Control:
         """Heartbeats, and the watchdog: a rank whose coordinator is gone for good ends itself."""
         while not self._closed.wait(BEAT_S):
             if self._peer is None:
-                orphan = os.getppid() != self._parent
+                orphan = bool(self._parent) and os.getppid() != self._parent
                 if orphan or time.monotonic() - self._alone_since > ALONE_S:
                     os._exit(ALONE_EXIT_CODE)
                 continue

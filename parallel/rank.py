@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     """Run a rank to its end; returns its exit code."""
     plan = msgspec.json.decode(argv[0], type=wire.RankPlan)
     try:
-        control = Control(plan.host, plan.port, Path(plan.secret_file))
+        control = Control(plan.host, plan.port, Path(plan.secret_file), plan.parent)
     except OSError as error:
         print(f"rank 0 cannot listen on {plan.host}:{plan.port}: {error}", file=sys.stderr)
         return PORT_TAKEN_EXIT_CODE

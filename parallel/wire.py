@@ -27,13 +27,15 @@ class RankPlan(msgspec.Struct, frozen=True):
     """What a rank is told on its command line (`python -m parallel.rank JSON`). Sizes in bytes; 0 lets the rank choose.
 
     `model` is a local folder in MLX format. Rank 0 listens for the coordinator on `host`:`port`; who joins shows
-    the secret in `secret_file` (mode 0600; the secret itself is never in argv).
+    the secret in `secret_file` (mode 0600; the secret itself is never in argv). `parent` is the process whose end ends
+    the rank when no coordinator is connected; 0 where there is none on this machine.
     """
 
     model: str
     host: str
     port: int
     secret_file: str
+    parent: int = 0
     context: int = 0
     slots: int = 32
     kv_limit_bytes: int = 0
