@@ -31,7 +31,8 @@ class Disconnected:
 class Control:
     """Listens on `host`:`port` for the coordinator; one at a time is served.
 
-    With `parent`, the end of that process ends this one. Raises OSError when the address is taken. `inbox` yields Submit, Abort, Leave and Disconnected.
+    With `parent`, the end of that process ends this one. `inbox` yields Submit, Abort, Leave and Disconnected.
+    Raises OSError when the address is taken.
     """
 
     def __init__(self, host: str, port: int, secret_file: Path, parent: int = 0) -> None:
