@@ -231,14 +231,14 @@ def ratios(runs: Iterable[Run], name: str) -> dict[str, Any]:
 
 def servers_text(result: dict[str, Any]) -> str:
     """The table of `load_servers`' result, and the ratios when there were two servers."""
-    letters = dict(zip(result["servers"], "AB", strict=False))
     kind = Kind(result["scenario"])
     words = {
         Kind.load: f"answers of at most {result['tokens']} tokens",
         Kind.ttft: "short requests one by one while streams run; ttft is theirs, gaps are the streams'",
         Kind.long_prompt: "one long prompt arrives while streams run; ttft is its, gaps are the streams' meanwhile",
     }
-    lines = [f"{letter} = {url}" for url, letter in letters.items()]
+    servers = result["servers"]
+    lines = [f"{letter} = {url}" for letter, url in zip("AB", servers, strict=False)]
     lines.append(f"{words[kind]}; temperature {result['temperature']:g}, seed {result['seed']}; times in ms\n")
     head = "streams" if kind is not Kind.load else "at once"
     rows = [
@@ -246,11 +246,11 @@ def servers_text(result: dict[str, Any]) -> str:
          "out", "prompt", "cached", "errors"]
     ]  # fmt: skip
     runs = [run for level in result["levels"] for run in level["runs"]]
-    for run in runs:
+    for place, run in enumerate(runs):  # servers took turns
         times = [run[f"{name}_s"] * 1000 for name in ("ttft_p50", "ttft_p99", "gap_p50", "gap_p99", "gap_max")]
         errors = " ".join(f"{kind}:{count}" for kind, count in run["errors"].items()) or "0"
         rows.append(
-            [str(run["concurrency"]), str(run["round"] + 1), letters[run["url"]], f"{run['tokens_per_s']:.1f}"]
+            [str(run["concurrency"]), str(run["round"] + 1), "AB"[place % len(servers)], f"{run['tokens_per_s']:.1f}"]
             + [f"{time:.1f}" for time in times]
             + [str(run[name]) for name in ("requests", "tokens", "prompt_tokens", "cached_tokens")]
             + [errors]
