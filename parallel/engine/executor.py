@@ -199,8 +199,8 @@ class Executor:
         fed = {row.seq: row for row in step.rows}
         rows = [fed[seq] for seq in decoding.kv.rows]
         begun.places = [decoding.kv.rows.index(row.seq) for row in step.rows]
-        logits = self._model(self._inputs(decoding, rows)[:, None], cache=decoding.kv.caches)[:, -1, :]
         decoding.kv.advance()
+        logits = self._model(self._inputs(decoding, rows)[:, None], cache=decoding.kv.caches)[:, -1, :]
         if self._mask is not None:
             logits = self._mask(step, logits)
         sampler, positions = decoding.sampler, [row.position for row in rows]

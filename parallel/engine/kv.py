@@ -149,8 +149,13 @@ class Bucket:
         return [_extract(cache, i, length, self.lengths[i]) for cache in self.caches]
 
     def advance(self) -> None:
-        """Every row has one token more."""
+        """Every row is about to get one token more."""
         self.lengths = [length + 1 for length in self.lengths]
+        if self._batched:
+            offset = mx.array(self.lengths)
+            for leaf in _leaves(self.caches):
+                if isinstance(leaf, SlotKVCache):
+                    leaf.next_offset = offset
 
     def _batch(self) -> None:
         if not self._batched:

@@ -70,6 +70,10 @@ class Sampler:
         self._top = max((p.logprobs for p in params), default=0)
         self._seeds = np.array([row.seed & _MASK for row in rows], np.uint64)
         self._params = params
+        self._temperature = mx.array([p.temperature if p.temperature > 0 else 1.0 for p in params])[:, None]
+        self._greedy = mx.array([p.temperature <= 0 for p in params])
+        floors = [p.min_p if p.temperature > 0 else 0.0 for p in params]
+        self._floor = mx.array(np.log(np.maximum(floors, 1e-30)).astype(np.float32))[:, None]
         self._counts: dict[int, tuple[mx.array, mx.array]] = {}
         for sampler in previous:
             if sampler is not None and self._penalised:
@@ -154,20 +158,17 @@ class Sampler:
 
     def _draw(self, logits: mx.array, positions: list[int], full: bool) -> Sampled:
         """One draw per random row, the greedy choice for the others."""
-        temperature = mx.array([p.temperature if p.temperature > 0 else 1.0 for p in self._params])[:, None]
-        scaled = logits.astype(mx.float32) / temperature
+        scaled = logits.astype(mx.float32) / self._temperature
         whole = None
         if self._sorted:
             mask, whole = self._cut(scaled, full)
             scaled = _replace(scaled, self._sorted, lambda rows: mx.where(mask, rows, -mx.inf))
         if self._min_p:
-            floor = mx.log(mx.array([p.min_p if p.temperature > 0 else 0.0 for p in self._params]))[:, None]
-            scaled = mx.where(scaled >= scaled.max(axis=-1, keepdims=True) + floor, scaled, -mx.inf)
+            scaled = mx.where(scaled >= scaled.max(axis=-1, keepdims=True) + self._floor, scaled, -mx.inf)
         keys = mx.array(_keys(self._seeds, positions))
         tokens = mx.vmap(lambda row, key: mx.random.categorical(row, key=key))(scaled, keys)
         if len(self._random) < len(self.rows):
-            greedy = mx.array([p.temperature <= 0 for p in self._params])
-            tokens = mx.where(greedy, mx.argmax(logits, axis=-1), tokens)
+            tokens = mx.where(self._greedy, mx.argmax(logits, axis=-1), tokens)
         return Sampled(tokens.astype(mx.int32), whole=whole)
 
     def _cut(self, scaled: mx.array, full: bool) -> tuple[mx.array, mx.array | None]:

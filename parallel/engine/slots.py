@@ -16,13 +16,18 @@ GRAIN = 256  # columns that the batch grows by, as mlx-lm's caches do
 
 
 class SlotKVCache(BatchKVCache):
-    """KV of `count` rows in arrays [capacity, heads, columns, dim]; every row ends at column `_idx`."""
+    """KV of `count` rows in arrays [capacity, heads, columns, dim]; every row ends at column `_idx`.
+
+    `next_offset`, where it is set, is what `offset` becomes with the next token: one array for all layers of a step.
+    """
 
     def __init__(self) -> None:
         super().__init__([])
         self.keys: Any = None
         self.values: Any = None
         self._idx: int = 0
+        self._padded = False
+        self.next_offset: mx.array | None = None
         self.offset: mx.array = mx.array([], mx.int32)
         self.count = 0
 
@@ -34,10 +39,18 @@ class SlotKVCache(BatchKVCache):
         elif start + n > self.keys.shape[2]:
             self.keys, self.values = (_wider(a, start, n) for a in (self.keys, self.values))
         self._idx += n
-        self.offset = self.offset + n
+        self.offset = self.offset + n if self.next_offset is None else self.next_offset
+        self.next_offset = None
         self.keys[: self.count, :, start : self._idx] = keys
         self.values[: self.count, :, start : self._idx] = values
         return self.keys_and_values()
+
+    def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> mx.array | None:
+        """As `BatchKVCache`, but none where one token attends to everything and no row is padded."""
+        if N == 1 and not self._padded and not kwargs.get("window_size"):
+            return None
+        mask: mx.array = super().make_mask(N, return_array, **kwargs)
+        return mask
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """All columns of all rows."""
@@ -84,6 +97,7 @@ class SlotKVCache(BatchKVCache):
 
     def _known(self, lengths: list[int]) -> None:
         self.count = len(lengths)
+        self._padded = any(length != self._idx for length in lengths)
         self.offset = mx.array(lengths)
         self.left_padding = mx.array([self._idx - length for length in lengths])
 
