@@ -4,7 +4,7 @@ OPENBLAS = $(shell ls /usr/lib/*/openblas-pthread/libopenblas.so.0 2>/dev/null |
 MODEL ?=
 ARGS ?=
 
-.PHONY: help up test lint types contracts check format lock bench setup setup-dev clean
+.PHONY: help up test test-slow lint types contracts check format lock bench setup setup-dev clean
 help:  ## list these targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */\1|/' | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
 
@@ -13,6 +13,9 @@ up: setup  ## set up on first use and serve the demo model (MODEL=... for anothe
 
 test: setup-dev  ## set up on first use and run the default test suite (ARGS=... for pytest)
 	@LD_PRELOAD=$(OPENBLAS) $(BIN)/python -m pytest $(ARGS)
+
+test-slow: setup-dev  ## the tests that take many minutes
+	@LD_PRELOAD=$(OPENBLAS) $(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: setup-dev  ## style and formatting
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
