@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from cluster.paths import Folders
+
+# A shell starts what runs in its background with Ctrl-C ignored, and every process that a test starts would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 USERS = Folders.from_environment(os.environ)  # before the fixture below moves them
 
