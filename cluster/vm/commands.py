@@ -50,7 +50,9 @@ def show_compat() -> None:
     """Show which combinations of host, guest, runtime and profile are known."""
     for row in compat.load(compat.SHIPPED, _recorded()):
         parts = ", ".join(f"{part.replace('_', ' ')} {row[part]}" for part in compat.KEY if part in row)
-        typer.echo(f"{row['state']:9} {parts}\n{'':9} {row.get('gain', '')}\n{'':9} ({row['evidence']})")
+        typer.echo(
+            "\n          ".join(filter(None, [f"{row['state']:9} {parts}", row.get("gain"), f"({row['evidence']})"]))
+        )
 
 
 @app.command("run", context_settings={"allow_interspersed_args": False})
