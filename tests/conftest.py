@@ -10,7 +10,7 @@ import pytest
 
 from cluster.paths import Folders
 
-# A shell starts what runs in its background with Ctrl-C ignored, and every process that a test starts would inherit that.
+# What a shell runs in its background starts with Ctrl-C ignored, and every process that a test starts would inherit it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 USERS = Folders.from_environment(os.environ)  # before the fixture below moves them
