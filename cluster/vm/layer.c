@@ -88,7 +88,7 @@ static const char *install(id device) {
     const char *returns = method_getTypeEncoding(family), *size = method_getTypeEncoding(bytes);
     char argument[16] = "";
     if (method_getNumberOfArguments(family) == 3) method_getArgumentType(family, 2, argument, sizeof argument);
-    bool known = returns && *returns && strchr("Bc", *returns) && *argument == 'q'; /* BOOL, NSInteger; below NSUInteger */
+    bool known = returns && *returns && strchr("Bc", *returns) && *argument == 'q'; /* BOOL, NSInteger */
     if (!known || !size || *size != 'Q' || method_getNumberOfArguments(bytes) != 2)
         return "a method of the Metal device has another type than expected";
 
