@@ -20,6 +20,7 @@ from cluster.bench import bench
 from cluster.config import NAMES, ClusterConfig, load_config
 from cluster.errors import ClusterError, NothingRuns, NotReady
 from cluster.paths import Folders
+from cluster.vm.commands import app as vm_app
 
 KEY_VARIABLE = "CLUSTER_API_KEY"
 DEFAULT = ClusterConfig()
@@ -190,6 +191,7 @@ def client(name: Annotated[Client, typer.Argument(help="The program.")]) -> None
 
 
 app.command()(bench)
+app.add_typer(vm_app, name="vm")
 
 
 def _folders() -> Folders:
