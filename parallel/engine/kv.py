@@ -11,6 +11,7 @@ and an in-place update copies a buffer that somebody else still refers to.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,16 +73,16 @@ def batchable(model: Any) -> bool:
 
 
 def shape_of(solo: Solo) -> CacheShape:
-    """Bytes per token and layer, read off caches that hold at least one evaluated token."""
-    fixed, layers = 0, []
+    """Bytes per token, layers of one window together, read off caches that hold at least one evaluated token."""
+    fixed, layers = 0, Counter[int]()
     for leaf in _leaves(solo):
         keys = getattr(leaf, "keys", None)
         if keys is None or isinstance(leaf, ArraysCache):
             fixed += leaf.nbytes
         else:
             per_token = (keys.nbytes + leaf.values.nbytes) // keys.shape[2]
-            layers.append((per_token, leaf.max_size if isinstance(leaf, RotatingKVCache) else 0))
-    return CacheShape(fixed, tuple(layers))
+            layers[leaf.max_size if isinstance(leaf, RotatingKVCache) else 0] += per_token
+    return CacheShape(fixed, tuple((per_token, window) for window, per_token in layers.items()))
 
 
 def _leaves(solo: Solo) -> Iterator[Any]:

@@ -116,6 +116,7 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.pace = Pace()
+        self._longest = min(limits.context, limits.kv_tokens)  # tokens of a sequence, prompt and answer
         self._needs_host = needs_host
         self._draw_seed = draw_seed
         self._prefix = PrefixIndex(whole=limits.reuse == "boundary")
@@ -137,10 +138,10 @@ class Scheduler:
     def add(self, request: wire.Submit, now_s: float) -> None:
         """Queue `request`; one that can never fit fails at once with both numbers."""
         limits = self.limits
-        room = min(limits.context, limits.kv_tokens) - len(request.prompt)
+        room = self._longest - len(request.prompt)
         rows_bytes = request.n * limits.shape.bytes(len(request.prompt) + 1) + limits.shape.bytes(len(request.prompt))
         if not request.prompt or room < 1:
-            longest = min(limits.context, limits.kv_tokens) - 1
+            longest = self._longest - 1
             self._refuse(request, f"the prompt has {len(request.prompt)} tokens; this server takes 1 to {longest}")
         elif request.n > limits.slots:
             self._refuse(request, f"n is {request.n}, but this server runs {limits.slots} sequences at once")
@@ -522,8 +523,7 @@ class Scheduler:
         return wire.NewRow(row.id, lead.id, sampling, row.seed, *((prompt, output) if penalised else ()))
 
     def _max_tokens(self, sequence: Sequence) -> int:
-        room = min(self.limits.context, self.limits.kv_tokens) - sequence.prompt_length
-        return max(1, min(sequence.request.max_tokens, room))
+        return max(1, min(sequence.request.max_tokens, self._longest - sequence.prompt_length))
 
     def _active_bytes(self, grow: int = 0) -> int:
         """KV of rows and of sequences in prefill, if every row had `grow` more tokens."""

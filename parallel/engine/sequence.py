@@ -84,7 +84,7 @@ class StepResult:
 class CacheShape:
     """How many bytes the KV cache of one row takes, for any length.
 
-    `fixed_bytes` is recurrent state; each of `layers` is (bytes per token, window), window 0 meaning unlimited.
+    `fixed_bytes` is recurrent state; `layers` are (bytes per token, window) of all layers alike, window 0 unlimited.
     Capacity grows in steps of `grain` tokens, as mlx-lm's caches do.
     """
 
