@@ -10,6 +10,7 @@ until FILE exists).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -35,7 +36,7 @@ def main(arguments: list[str]) -> None:
         signal.pause()
     with socket.create_server((plan.host, plan.port)) as server:
         connection, _ = server.accept()
-    with connection:
+    with connection, contextlib.suppress(ConnectionError):  # a coordinator that was killed resets it
         serve(connection, plan, modes, file)
     if "deaf" in modes:
         signal.pause()
