@@ -210,3 +210,30 @@ class WrongAnswer(ClusterError):
 
 class ProfileUnreadable(ClusterError):
     """The Metal profile of a machine could not be read."""
+
+
+# ---------------------------------------------------------------- hostfiles (hostfile.py, backend.py)
+
+
+class HostfileUnreadable(ClusterError):
+    """The hostfile is missing or cannot be read."""
+
+
+class HostfileInvalid(ClusterError):
+    """The hostfile has faults; `faults` are all of them, one sentence each."""
+
+    def __init__(self, name: str, faults: list[str]) -> None:
+        many = f"{len(faults)} faults:\n  " if len(faults) > 1 else ""
+        super().__init__(
+            f"{name}: {many}" + "\n  ".join(faults),
+            hint="`cluster hostfile -o FILE` writes one from the cables that are plugged.",
+        )
+        self.faults = tuple(faults)
+
+
+class HostfileUnwritable(ClusterError):
+    """The hostfile cannot be written where it should go; what was there stays."""
+
+
+class NoHostfile(ClusterError):
+    """No hostfile can be made from these Macs as they are; the message says what stands in the way."""
