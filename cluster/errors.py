@@ -237,3 +237,18 @@ class HostfileUnwritable(ClusterError):
 
 class NoHostfile(ClusterError):
     """No hostfile can be made from these Macs as they are; the message says what stands in the way."""
+
+
+# ---------------------------------------------------------------- splits and plans (model_info.py, planner.py)
+
+
+class ModelNotUnderstood(ClusterError):
+    """Mlx-lm cannot build the model from its config.json, or its sizes could not be read."""
+
+
+class SplitRefused(ClusterError):
+    """The model cannot be cut that way into that many ranks; the hint has the ways that work."""
+
+
+class NoPlan(ClusterError):
+    """The model fits on these Macs in no way; the message tells needs, has and short by."""

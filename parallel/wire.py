@@ -310,6 +310,89 @@ class Refused(Message, frozen=True):
     reason: str
 
 
+# ---------------------------------------------------------------- what a model needs (parallel/model_info.py)
+
+
+class LayerInfo(msgspec.Struct, array_like=True, frozen=True):
+    """One layer. `weights` in bytes; `active` are those of them that one token reads (experts not chosen are not read).
+
+    `kv` is its KV cache as (bytes per token, window) pairs, window 0 unlimited; `fixed` the bytes per sequence of
+    recurrent state. `kv_heads` is into how many equal parts tensor parallel may cut that KV (0: every rank holds all).
+    """
+
+    weights: int
+    active: int
+    kv: list[tuple[int, int]] = []
+    fixed: int = 0
+    kv_heads: int = 0
+
+    def kv_bytes(self, tokens: int, ranks: int = 1) -> int:
+        """Bytes that a sequence of `tokens` tokens takes in this layer on one of `ranks` tensor ranks."""
+        whole = self.fixed + sum(
+            per_token * (min(tokens, window) if window else tokens) for per_token, window in self.kv
+        )
+        if ranks == 1 or not self.kv_heads:
+            return whole
+        return whole * max(1, self.kv_heads // ranks) // self.kv_heads
+
+
+class TensorSize(msgspec.Struct, array_like=True, frozen=True):
+    """Tensor parallel on `ranks` ranks: `why_not` is empty where it may be, and `weights` then the bytes of one rank."""
+
+    ranks: int
+    why_not: list[str] = []
+    weights: int = 0
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What a planner must know of a model. Sizes in bytes.
+
+    `model_type` is as config.json says, `family` the file of mlx-lm that runs it. `head` is 0 when the embedding is
+    also the head (`tied`); `outside` is what else lies outside the layers: the final norm, above all. `wire` is what
+    one token sends across a stage boundary. `widest` is the widest activation of one token, in elements. `pipeline` is
+    why it cannot run as stages, "" if it can. `measured` tells that the weights were there: sizes are from their
+    headers; else they follow from config.json.
+    """
+
+    model_type: str
+    family: str
+    dtype: str
+    layers: list[LayerInfo]
+    embedding: int
+    head: int
+    outside: int
+    tied: bool
+    hidden: int
+    vocabulary: int
+    widest: int
+    wire: int
+    context: int
+    tensor: list[TensorSize]
+    pipeline: str
+    measured: bool
+
+    @property
+    def weights(self) -> int:
+        """All weights, in bytes."""
+        return sum(layer.weights for layer in self.layers) + self.embedding + self.head + self.outside
+
+    def kv_bytes(self, tokens: int) -> int:
+        """The KV cache of one sequence of `tokens` tokens, in bytes, over all layers."""
+        return sum(layer.kv_bytes(tokens) for layer in self.layers)
+
+    def why_not_tensor(self, ranks: int) -> list[str]:
+        """Why tensor parallel on `ranks` ranks is refused; empty when it is not."""
+        for size in self.tensor:
+            if size.ranks == ranks:
+                return size.why_not
+        return [f"tensor parallel is for 2 to 8 ranks, not {ranks}"]
+
+    @property
+    def tensor_sizes(self) -> list[int]:
+        """The numbers of ranks, 2 to 8, that tensor parallel may have."""
+        return [size.ranks for size in self.tensor if not size.why_not]
+
+
 Any = (
     Submit | Abort | Leave | Progress | Ready | Failed | Started | Tokens | RequestFailed | Beat | Join | Refused | Step
 )
