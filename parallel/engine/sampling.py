@@ -22,6 +22,7 @@ from parallel.wire import NewRow, Sampling
 
 CANDIDATES = 256
 _MASK = (1 << 64) - 1
+_BLOCK = 256  # tokens drawn from together, see `_choose`
 
 
 def on_cpu() -> bool:
@@ -165,8 +166,7 @@ class Sampler:
             scaled = _replace(scaled, self._sorted, lambda rows: mx.where(mask, rows, -mx.inf))
         if self._min_p:
             scaled = mx.where(scaled >= scaled.max(axis=-1, keepdims=True) + self._floor, scaled, -mx.inf)
-        keys = mx.array(_keys(self._seeds, positions))
-        tokens = mx.vmap(lambda row, key: mx.random.categorical(row, key=key))(scaled, keys)
+        tokens = _choose(scaled, mx.array(_uniforms(self._seeds, positions)))
         if len(self._random) < len(self.rows):
             tokens = mx.where(self._greedy, mx.argmax(logits, axis=-1), tokens)
         return Sampled(tokens.astype(mx.int32), whole=whole)
@@ -247,11 +247,34 @@ def _dense(biases: list[dict[int, float]], vocabulary: int) -> np.ndarray:
     return out
 
 
-def _keys(seeds: np.ndarray, positions: list[int]) -> np.ndarray:
-    """One random key uint32 [B, 2] per row: SplitMix64 (Steele et al. 2014) of its seed and position."""
+def _choose(scaled: mx.array, uniforms: mx.array) -> mx.array:
+    """One token per row of `scaled` logits [B, V], by inverting its distribution at `uniforms` [B, 2] in [0, 1).
+
+    First a block of tokens by its mass, then a token in it: two numbers a row instead of one per token, and sums short
+    enough that float32 keeps the tail of a large vocabulary.
+    """
+    rows, vocabulary = scaled.shape
+    weights = mx.exp(scaled - scaled.max(axis=-1, keepdims=True))
+    weights = mx.pad(weights, ((0, 0), (0, -vocabulary % _BLOCK))).reshape(rows, -1, _BLOCK)
+    block = _invert(weights.sum(axis=-1), uniforms[:, :1])[:, None]
+    inside = mx.take_along_axis(weights, block[:, :, None], axis=1)[:, 0]
+    return block[:, 0] * _BLOCK + _invert(inside, uniforms[:, 1:])
+
+
+def _invert(weights: mx.array, uniform: mx.array) -> mx.array:
+    """Where the running sum of `weights` [B, N] first passes `uniform` [B, 1] of the whole; never at a zero weight."""
+    reached = mx.cumsum(weights, axis=-1)
+    whole = reached[:, -1:]
+    target = mx.minimum(uniform * whole, whole * (1 - 2.0**-22))  # below the whole, however it was rounded
+    return mx.argmax((reached > target) & (weights > 0), axis=-1)
+
+
+def _uniforms(seeds: np.ndarray, positions: list[int]) -> np.ndarray:
+    """Two numbers float32 [B, 2] in [0, 1) per row: SplitMix64 (Steele et al. 2014) of its seed and position."""
     with np.errstate(over="ignore"):
         z = seeds + np.array(positions, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         z = z ^ (z >> np.uint64(31))
-    return z.view(np.uint32).reshape(-1, 2)
+    halves = z.view(np.uint32).reshape(-1, 2)
+    return (halves >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
