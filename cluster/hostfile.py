@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import HostfileInvalid, HostfileUnreadable, HostfileUnwritable
-from cluster.topology import cycle
+from cluster.topology import MESH_HOSTS, RING_CABLES, cycle
 
 BACKENDS = ("ring", "jaccl", "jaccl-ring", "nccl")
-MESH_HOSTS = 8  # JACCL's MESH_MAX_PEERS
-RING_CABLES = 4  # JACCL's RING_MAX_CONNS
 KEYS = ("backend", "envs", "hosts")
 HOST_KEYS = ("ssh", "ips", "rdma")
 DEVICE = re.compile(r"rdma_\w+")
@@ -206,14 +204,17 @@ def _host(rank: int, row: Any, faults: list[str], unread: set[tuple[int, str]]) 
         label = f"host {ssh}"
     if label == f"host {rank + 1}":
         unread.add((rank, "ssh"))
-        ssh = label
     _unknown_keys(row, HOST_KEYS, f"{label}: ", faults)
     ips = row.get("ips", [])
     if not isinstance(ips, list) or not all(isinstance(ip, str) for ip in ips):
         faults.append(f'{label}: "ips" must be a list of addresses in quotes; got {json.dumps(ips)}')
         unread.add((rank, "ips"))
         ips = []
-    return HostEntry(ssh, tuple(ips), _rdma(rank, label, row.get("rdma", []), faults, unread))
+    return HostEntry(
+        label if (rank, "ssh") in unread else str(ssh),
+        tuple(ips),
+        _rdma(rank, label, row.get("rdma", []), faults, unread),
+    )
 
 
 def _rdma(
