@@ -22,7 +22,7 @@ CONTEXT_KEYS = ("max_position_embeddings", "max_seq_len", "seq_length", "n_posit
 
 
 def build(config: dict[str, Any]) -> Any:
-    """The model of `config`, unevaluated. Raises ValueError when mlx-lm has no such model or the config does not fit it."""
+    """The model of `config`, unevaluated. Raises ValueError when mlx-lm has no such model, or it does not fit."""
     config = copy.deepcopy(config)  # some of mlx-lm's argument classes write into it
     if "model_file" in config:
         raise ValueError("the model brings a program of its own (model_file), which is not run")
@@ -107,7 +107,7 @@ def _cast(model: Any, dtype: mx.Dtype) -> None:
 
 
 def quantisation_of(config: dict[str, Any]) -> dict[str, Any] | None:
-    """How the weights are packed in memory: group_size, bits, mode, and what mlx-lm's own keys add; None if they are not.
+    """How weights are packed in memory: group_size, bits, mode, and the paths that mlx-lm's key names; None if not.
 
     Formats that mlx-lm unpacks when it loads (most fp8) count as unpacked. `ignore` lists what a foreign format leaves
     out, `foreign` is true for formats that never pack an embedding.
@@ -131,9 +131,8 @@ def quantisation_of(config: dict[str, Any]) -> dict[str, Any] | None:
     if method == "modelopt":
         settings = foreign.get("quantization", foreign)
         left_out = settings.get("exclude_modules") or settings.get("ignore") or []
-        return (
-            {"group_size": settings.get("group_size", 16), "bits": 4, "mode": "nvfp4"} | ignore | {"ignore": left_out}
-        )
+        nvfp4 = {"group_size": settings.get("group_size", 16), "bits": 4, "mode": "nvfp4"}
+        return {**nvfp4, "foreign": True, "ignore": left_out}
     if method in ("awq", "gptq"):
         return {"group_size": foreign["group_size"], "bits": foreign["bits"], "mode": "affine", **ignore}
     return None

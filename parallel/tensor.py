@@ -58,6 +58,7 @@ HEADS = {
 }
 ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "o_b_proj")  # cut along their input
 COLUMN_PARALLEL = ("gate_proj", "up_proj")  # cut along their output; those of attention follow from the heads
+PARTS_OF_FEW_TOKENS = ("pre_expert_proj", "post_expert_proj")  # muse_spark cuts them in steps of up to 8 tokens
 REPEATS_KV_HEADS = ("qwen3_5", "qwen3_5_moe")  # fewer KV heads than ranks are repeated
 
 
@@ -110,13 +111,13 @@ def _uneven(model: Any, ranks: int) -> Iterator[str]:
             name = path.rpartition(".")[2]
             if "Indexer" not in type(module).__name__:  # replicated, its heads too
                 yield from _heads(module, ranks, repeats=family in REPEATS_KV_HEADS)
-            if name in ROW_PARALLEL and "weight" in module:
+            if "weight" not in module:
+                continue
+            parts = isinstance(module, nn.Linear) and name in PARTS_OF_FEW_TOKENS  # packed ones stay whole
+            if name in ROW_PARALLEL:
                 yield from _input(path, module, ranks)
-            elif name in COLUMN_PARALLEL and "weight" in module:
+            elif name in COLUMN_PARALLEL or parts:
                 yield from _even(module.weight.shape[-2], ranks, f"the output of {path}")
-            elif family == "muse_spark" and name in ("pre_expert_proj", "post_expert_proj"):
-                if isinstance(module, nn.Linear):  # up to 8 tokens it is computed in parts; packed ones stay whole
-                    yield from _even(module.weight.shape[-2], ranks, f"the output of {path}")
 
 
 def _heads(module: Any, ranks: int, *, repeats: bool) -> Iterator[str]:

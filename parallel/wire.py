@@ -23,12 +23,28 @@ class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
 # ---------------------------------------------------------------- the launch
 
 
+class RankSpec(msgspec.Struct, frozen=True):
+    """One rank of several: its host as the user calls it, and its layers [start, stop) in a pipeline.
+
+    `model` and `secret_file` are set where that host keeps them elsewhere than the plan says.
+    """
+
+    host: str
+    start: int = 0
+    stop: int = 0
+    model: str = ""
+    secret_file: str = ""
+
+
 class RankPlan(msgspec.Struct, frozen=True):
     """What a rank is told on its command line (`python -m parallel.rank JSON`). Sizes in bytes; 0 lets the rank choose.
 
-    `model` is a local folder in MLX format. Rank 0 listens for the coordinator on `host`:`port`; who joins shows
-    the secret in `secret_file` (mode 0600; the secret itself is never in argv). `parent` is the process whose end ends
-    the rank when no coordinator is connected; 0 where there is none on this machine.
+    `model` is a local folder in MLX format. Rank 0 listens for the coordinator and the other ranks on `host`:`port`;
+    who joins shows the secret in `secret_file` (mode 0600; the secret itself is never in argv). `parent` is the process
+    whose end ends the rank when no coordinator is connected; 0 where there is none on this machine.
+
+    With `ranks`, all ranks get this same plan and find their place in it by MLX_RANK; `strategy` is then "pipeline" or
+    "tensor", and `backend` the one of MLX that joins them. `launch` makes a launch unlike any other.
     """
 
     model: str
@@ -42,6 +58,23 @@ class RankPlan(msgspec.Struct, frozen=True):
     prefix_bytes: int = 0
     chunk_tokens: int = 2048
     wired_limit: str = "auto"  # "auto" as mlx-lm sets it, or "off"
+    launch: str = ""
+    strategy: str = "single"
+    backend: str = ""
+    ranks: list[RankSpec] = []
+    self_check: bool = True  # several ranks only: compare prefill in chunks and whole before Ready
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return max(1, len(self.ranks))
+
+    def of(self, rank: int) -> RankSpec:
+        """The place of `rank`, with everything filled in that it shares with the others."""
+        spec = self.ranks[rank] if self.ranks else RankSpec("this machine")
+        return msgspec.structs.replace(
+            spec, model=spec.model or self.model, secret_file=spec.secret_file or self.secret_file
+        )
 
 
 # ---------------------------------------------------------------- coordinator -> rank 0
@@ -98,7 +131,10 @@ class Leave(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """How far start-up has come. `phase`: starting, loading, warming, checking; `done` of `total` in bytes or steps."""
+    """How far start-up of `rank` has come; `done` of `total` in bytes or steps.
+
+    `phase`: starting, joining, connecting, loading, warming, checking.
+    """
 
     rank: int
     phase: str
@@ -126,6 +162,22 @@ class Failed(Message, frozen=True):
 
     rank: int
     message: str
+
+
+class Joined(Message, frozen=True):
+    """Rank `rank` is there: its process by pid and start time (seconds since the epoch), and what it runs on."""
+
+    rank: int
+    pid: int
+    started: float
+    versions: dict[str, str]
+
+
+class Lost(Message, frozen=True):
+    """Rank 0 has lost the connection of `rank`."""
+
+    rank: int
+    reason: str
 
 
 class Started(Message, frozen=True):
@@ -165,9 +217,10 @@ class RequestFailed(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """Sent every second by a thread, so it also comes while the main thread is busy or stuck.
+    """Sent every second by a thread of each rank, so it also comes while the main thread is busy or stuck.
 
-    `step` is the oldest unfinished step and `since_s` how long it has run (0 when idle).
+    `phase` is what the main thread does; `step` the oldest unfinished step, `since_s` how long it has run (0 when idle)
+    and `expected_s` how long rank 0 had thought it would. `digest` folds in all steps up to `last`, on every rank alike.
     """
 
     rank: int
@@ -175,6 +228,9 @@ class Beat(Message, frozen=True):
     step: int
     since_s: float
     stats: Stats
+    expected_s: float = 0.0
+    last: int = 0
+    digest: int = 0
 
 
 class Stats(msgspec.Struct, array_like=True, frozen=True):
@@ -195,6 +251,7 @@ class Stats(msgspec.Struct, array_like=True, frozen=True):
     preempted: int = 0
     active_bytes: int = 0
     peak_bytes: int = 0
+    busy_s: float = 0.0  # of this rank, in steps; the rest of the time it waited for others or for work
 
 
 # ---------------------------------------------------------------- rank 0 -> every rank: what to execute
@@ -296,12 +353,45 @@ class Step(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """First frame of whoever connects: `secret` of the launch, who it is and its version of this project."""
+    """First frame of whoever connects: `secret` of the launch, who it is and its version of this project.
+
+    A rank also says which process it is (pid, start time), what it runs on, and a hash of the plan that it was given.
+    """
 
     secret: str
     role: str  # "coordinator" or "rank"
     version: str
     rank: int = -1
+    pid: int = 0
+    started: float = 0.0
+    versions: dict[str, str] = {}
+    plan: str = ""
+
+
+class Go(Message, frozen=True):
+    """Rank 0 releases a rank into the next thing that all do together."""
+
+
+class At(Message, frozen=True):
+    """A rank has come to `point` and waits there for Go; `fact` is what rank 0 needs to know from it."""
+
+    rank: int
+    point: str
+    fact: Fact
+
+
+class Fact(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank found: its KV cache's shape and limit, its weights' bytes, and the token it would choose, with margin.
+
+    `layers` are (bytes per token, window), as in sequence.CacheShape.
+    """
+
+    fixed_bytes: int = 0
+    layers: list[tuple[int, int]] = []
+    kv_bytes: int = 0
+    weights_bytes: int = 0
+    token: int = -1
+    margin: float = 0.0
 
 
 class Refused(Message, frozen=True):
@@ -337,7 +427,7 @@ class LayerInfo(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TensorSize(msgspec.Struct, array_like=True, frozen=True):
-    """Tensor parallel on `ranks` ranks: `why_not` is empty where it may be, and `weights` then the bytes of one rank."""
+    """Tensor parallel on `ranks` ranks: `why_not` is empty where it may be; `weights` is then what a rank holds."""
 
     ranks: int
     why_not: list[str] = []
@@ -393,12 +483,28 @@ class ModelInfo(msgspec.Struct, frozen=True):
         return [size.ranks for size in self.tensor if not size.why_not]
 
 
-Any = (
-    Submit | Abort | Leave | Progress | Ready | Failed | Started | Tokens | RequestFailed | Beat | Join | Refused | Step
+AnyMessage = (
+    Submit
+    | Abort
+    | Leave
+    | Progress
+    | Ready
+    | Failed
+    | Joined
+    | Lost
+    | Started
+    | Tokens
+    | RequestFailed
+    | Beat
+    | Join
+    | Refused
+    | Go
+    | At
+    | Step
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Any)
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
 class WireError(Exception):
@@ -411,7 +517,7 @@ def encode(message: Message) -> bytes:
     return _HEADER.pack(len(body)) + body
 
 
-def decode(body: bytes) -> Any:
+def decode(body: bytes) -> AnyMessage:
     """The message in one frame's body. Raises WireError."""
     try:
         return _decoder.decode(body)
@@ -426,7 +532,7 @@ def _length(header: bytes) -> int:
     return int(length)
 
 
-def read_frame(connection: socket.socket) -> Any | None:
+def read_frame(connection: socket.socket) -> AnyMessage | None:
     """Block for the next message; None when the peer closed. Raises WireError, OSError."""
     header = _read_exactly(connection, _HEADER.size)
     if header is None:
@@ -445,7 +551,7 @@ def _read_exactly(connection: socket.socket, count: int) -> bytes | None:
     return bytes(parts)
 
 
-async def read_frame_async(reader: asyncio.StreamReader) -> Any | None:
+async def read_frame_async(reader: asyncio.StreamReader) -> AnyMessage | None:
     """As `read_frame`, on asyncio streams."""
     try:
         header = await reader.readexactly(_HEADER.size)
