@@ -42,7 +42,7 @@ def look(
     """What is to be seen of the Macs that the four flags mean, in the order given (Bonjour's: by name).
 
     Looks at all of them at once; a Mac that cannot be looked at does not hide the others. Raises BadSetting,
-    ConfigUnreadable, HostfileFaulty or RecordingUnreadable for flags that cannot be used, NoHosts if there is none.
+    ConfigUnreadable, HostfileInvalid or RecordingUnreadable for flags that cannot be used, NoHosts if there is none.
     """
     from cluster import discover, probe
 
@@ -50,7 +50,7 @@ def look(
         if hosts or hostfile:
             raise BadSetting("--recorded names the Macs itself; leave out --hosts and --hostfile.")
         return probe.probe_recorded(recorded), []
-    names = configured_hosts(hosts, hostfile, config) or [found.name for found in discover.browse()]
+    names = configured_hosts(hosts, hostfile, config) or discover.host_names()
     return probe.probe_hosts(names, save=save)
 
 
@@ -62,9 +62,9 @@ def configured_hosts(hosts: str | None, hostfile: Path | None, config: Path | No
             raise BadSetting("--hosts names no host.", hint="For example: --hosts studio-a,studio-b")
         return list(dict.fromkeys(names))
     if hostfile is not None:
-        from cluster import probe
+        from cluster.hostfile import read
 
-        return probe.hosts_of_hostfile(hostfile)
+        return list(dict.fromkeys(host.ssh for host in read(hostfile).hosts))
     file = config or (CONFIG_FILE if CONFIG_FILE.is_file() else None)
     return list(getattr(load_config({}, file=file), "hosts", ()) or ()) if file else []
 
@@ -98,7 +98,8 @@ def discover_command(
     if as_json_:
         typer.echo(as_json({"hosts": found}))
     else:
-        from cluster.host_tables import found_table, show
+        from cluster.host_tables import found_table
+        from cluster.view import show
 
         show(found_table(found))
 
@@ -118,7 +119,8 @@ def probe_command(
     if as_json_:
         typer.echo(as_json({"hosts": seen, "unreachable": unreachable}))
     else:
-        from cluster.host_tables import hosts_table, show
+        from cluster.host_tables import hosts_table
+        from cluster.view import show
 
         show(hosts_table(seen))
         tell_unreachable(unreachable)

@@ -252,3 +252,42 @@ class SplitRefused(ClusterError):
 
 class NoPlan(ClusterError):
     """The model fits on these Macs in no way; the message tells needs, has and short by."""
+
+
+# ---------------------------------------------------------------- other machines (ssh.py, probe.py, discover.py)
+
+
+class HostUnreachable(ClusterError):
+    """No ssh connection to a host: name unknown, no route, refused, silent, or the connection broke."""
+
+
+class HostKeyUnknown(ClusterError):
+    """The host's key is not in known_hosts, and nobody is asked: a prompt would hang."""
+
+
+class HostKeyChanged(ClusterError):
+    """The host shows another key than known_hosts has: reinstalled, another machine, or someone in between."""
+
+
+class LoginRefused(ClusterError):
+    """The host answers, but none of the keys at hand gets in."""
+
+
+class SshUnusable(ClusterError):
+    """The system's `ssh` is missing, or does not accept its own configuration file."""
+
+
+class CommandTimedOut(ClusterError):
+    """A command on a host did not end in time."""
+
+
+class CopyFailed(ClusterError):
+    """A file could not be copied to or from a host."""
+
+
+class NoHosts(ClusterError):
+    """No Mac was named, and none was found on the network."""
+
+
+class RecordingUnreadable(ClusterError):
+    """The folder given to --recorded holds no recorded hosts."""

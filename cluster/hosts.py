@@ -75,11 +75,11 @@ class RdmaDevice:
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """Minutes until sleep (0 never) and whether the Mac restarts after a power failure."""
+    """Minutes until sleep (0 never) and whether the Mac restarts after a power failure (None: no such setting)."""
 
     sleep_min: int
     disksleep_min: int
-    autorestart: bool
+    autorestart: bool | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the terminal shows: phases of a start, the ready block, the status table. Nothing else imports rich.
+"""What the terminal shows: phases of a start, the ready block, the status table.
 
 Views are functions of the health that the supervisor tells; on a terminal a bar moves, elsewhere plain lines appear.
 """
