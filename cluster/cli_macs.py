@@ -28,6 +28,7 @@ Recorded = Annotated[
 Config = Annotated[
     Path | None, typer.Option("--config", help=f"The YAML file whose `hosts` count ({CONFIG_FILE}, if there is one).")
 ]
+Only = Annotated[str | None, typer.Option("--only", help="Of the Macs seen, only these, with commas between.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -129,7 +130,168 @@ def probe_command(
     raise typer.Exit(bool(unreachable))
 
 
+def topology_command(
+    hosts: Hosts = None,
+    hostfile: HostfileFlag = None,
+    recorded: Recorded = None,
+    config: Config = None,
+    only: Only = None,
+    dot: Annotated[bool, typer.Option("--dot", help="Print it for Graphviz: `... --dot | dot -Tsvg`.")] = False,
+    as_json_: AsJson = False,
+) -> None:
+    """Which cables join the Macs, how fast, and whether RDMA works over each. Exit code 1 if a Mac is away."""
+    from cluster import topology
+
+    seen, unreachable = look(hosts, hostfile, recorded, config)
+    found = topology.topology(chosen(seen, only))
+    if dot:
+        typer.echo(topology.dot(found), nl=False)
+    elif as_json_:
+        typer.echo(as_json(topology.as_plain(found) | {"unreachable": unreachable}))
+    else:
+        from cluster.cabling_tables import topology_table
+        from cluster.view import show
+
+        show(topology_table(found))
+    tell_unreachable(unreachable)
+    raise typer.Exit(bool(unreachable))
+
+
+def doctor_command(
+    hosts: Hosts = None,
+    hostfile: HostfileFlag = None,
+    recorded: Recorded = None,
+    config: Config = None,
+    only: Only = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Print the commands that repair what ssh can, and those that undo them.")
+    ] = False,
+    as_json_: AsJson = False,
+) -> None:
+    """What keeps the Macs from working as one, in the order in which to fix it. Exit code 1 if anything is in the way.
+
+    Changes nothing; neither does --fix.
+    """
+    from cluster import doctor, repair, topology
+
+    seen, unreachable = look(hosts, hostfile, recorded, config)
+    seen = chosen(seen, only)
+    findings = doctor.examine(seen, unreachable)
+    repairs = repair.repairs(topology.topology(seen), findings) if fix else []
+    if as_json_:
+        typer.echo(as_json({"findings": findings} | ({"repairs": repairs} if fix else {})))
+    elif fix:
+        from cluster.cabling_tables import repairs_text
+
+        typer.echo(repairs_text(repairs), nl=False)
+    else:
+        from cluster.cabling_tables import findings_view
+        from cluster.view import show
+
+        show(findings_view(findings))
+    raise typer.Exit(any(finding.blocks for finding in findings))
+
+
+def hostfile_command(
+    hosts: Hosts = None,
+    hostfile: HostfileFlag = None,
+    recorded: Recorded = None,
+    config: Config = None,
+    only: Only = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it there (default: print it).")] = None,
+    backend: Annotated[str | None, typer.Option("--backend", help="jaccl, jaccl-ring or ring (what fits).")] = None,
+    order: Annotated[
+        str | None, typer.Option("--order", help="The Macs in the order of the ranks, with commas between.")
+    ] = None,
+    as_json_: AsJson = False,
+) -> None:
+    """Write a hostfile for mlx.launch and `cluster up --hostfile` from the cables that are plugged."""
+    from cluster import backend as backends
+    from cluster import doctor
+    from cluster import hostfile as hostfiles
+    from cluster.topology import topology
+
+    if backend is not None and backend not in ("jaccl", "jaccl-ring", "ring"):
+        raise BadSetting(f'--backend {backend}: it is "jaccl", "jaccl-ring" or "ring".')
+    seen, unreachable = look(hosts, hostfile, recorded, config)
+    if unreachable:
+        tell_unreachable(unreachable)
+        raise typer.Exit(1)
+    seen = chosen(seen, order or only)
+    found = topology(seen)
+    joined = backends.join(found, backend=backend, order=range(len(seen)) if order else None)
+    blocking = [finding.code for finding in doctor.examine(seen) if finding.blocks]
+    if output is not None:
+        hostfiles.write(joined.hostfile, output)
+    if as_json_:
+        typer.echo(as_json({"hostfile": joined.hostfile, "notes": joined.notes, "subset": joined.subset,
+                            "blocking": blocking, "file": output and str(output)}))  # fmt: skip
+        return
+    if output is None:
+        typer.echo(hostfiles.dump(joined.hostfile), nl=False)
+    else:
+        names = ", ".join(entry.ssh for entry in joined.hostfile.hosts)
+        typer.echo(f"{output}: {joined.hostfile.backend} over {names}")
+    for note in joined.notes:
+        typer.echo(f"note: {note}", err=True)
+    if blocking:
+        typer.echo(f"note: fix first, see `cluster doctor`: {', '.join(blocking)}", err=True)
+
+
+def check_command(
+    file: Annotated[Path, typer.Argument(help="A hostfile of mlx.launch.")],
+    live: Annotated[bool, typer.Option("--live", help="Also look at its hosts: devices, ports, addresses.")] = False,
+    recorded: Recorded = None,
+    as_json_: AsJson = False,
+) -> None:
+    """Whether a hostfile is right, all faults at once. Exit code 1 if not."""
+    from cluster import backend as backends
+    from cluster import hostfile as hostfiles
+    from cluster.errors import HostfileInvalid
+    from cluster.topology import topology
+
+    faults: list[str] = []
+    notes: list[str] = []
+    try:
+        read = hostfiles.read(file)
+        notes = hostfiles.notes(read)
+        if live or recorded is not None:
+            seen, unreachable = look(",".join(dict.fromkeys(entry.ssh for entry in read.hosts)) if live else None,
+                                     None, recorded)  # fmt: skip
+            faults = [f"{away.name}: {away.reason}" for away in unreachable]
+            away_names = {away.name for away in unreachable}
+            faults += [fault for fault in backends.compare(read, topology(seen))
+                       if fault.partition(":")[0] not in away_names]  # fmt: skip
+        if faults and not as_json_:
+            raise HostfileInvalid(str(file), faults)
+    except HostfileInvalid as error:
+        if not as_json_:
+            raise
+        faults = list(error.faults)
+    if as_json_:
+        typer.echo(as_json({"file": str(file), "valid": not faults, "faults": faults, "notes": notes}))
+        raise typer.Exit(bool(faults))
+    typer.echo(f"{file}: {read.backend or 'no backend named'}, {len(read.hosts)} ranks, no faults.")
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
+
+
+def chosen(seen: list[Host], only: str | None) -> list[Host]:
+    """The hosts named in `only`, in its order; all if it names none. Raises BadSetting for a name that was not seen."""
+    if only is None:
+        return seen
+    by_name = {host.name: host for host in seen}
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in by_name]:
+        raise BadSetting(f"{', '.join(unknown)}: not among the Macs seen ({', '.join(by_name)}).")
+    return [by_name[name] for name in dict.fromkeys(names)]
+
+
 def register(app: typer.Typer) -> None:
     """Add this module's commands to the `cluster` command line."""
+    app.command("topology")(topology_command)
+    app.command("doctor")(doctor_command)
+    app.command("hostfile")(hostfile_command)
+    app.command("check")(check_command)
     app.command("discover")(discover_command)
     app.command("probe")(probe_command)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import ipaddress
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from cluster.addresses import VPN, ipv4_of
 from cluster.errors import HostfileInvalid, HostfileUnreadable, HostfileUnwritable
 from cluster.topology import MESH_HOSTS, RING_CABLES, cycle
 
@@ -29,7 +29,6 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 LAUNCHER_SETS = re.compile(
     r"(MLX_RANK|MLX_WORLD_SIZE|MLX_HOSTFILE|MLX_IBV_\w+|MLX_JACCL_\w+|JACCL_\w+|NCCL_HOST_IP|NCCL_PORT)"
 )
-VPN = ipaddress.ip_network("100.64.0.0/10")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,7 @@ def notes(hostfile: Hostfile) -> list[str]:
         found.append(f"only {least} cable{'s'[: least != 1]} per link {'are' if least != 1 else 'is'} used: "
                      f"{few} has no more")  # fmt: skip
     if hostfile.backend.startswith("jaccl") and hosts and hosts[0].ips:
-        address = _ipv4(hosts[0].ips[0])
+        address = ipv4_of(hosts[0].ips[0])
         if address is not None and address in VPN:
             found.append(f"host {hosts[0].ssh} (rank 0): {address} looks like a VPN's address; prefer the LAN's")
         if address is not None and address.is_link_local:
@@ -429,7 +428,7 @@ def _address_fault(hostfile: Hostfile, rank: int, ip: str) -> str:
     hosts, local = hostfile.hosts, hostfile.local and not hostfile.backend.startswith("jaccl")
     host = hosts[rank]
     label = f"host {host.ssh} (rank {rank})"
-    address = _ipv4(ip)
+    address = ipv4_of(ip)
     if address is None:
         return f"{label}: {json.dumps(ip)} is no IPv4 address"
     other = next((peer.ssh for peer in hosts if peer.ssh != host.ssh), "the other rank")
@@ -444,18 +443,11 @@ def _address_fault(hostfile: Hostfile, rank: int, ip: str) -> str:
     return ""
 
 
-def _ipv4(text: str) -> ipaddress.IPv4Address | None:
-    try:
-        return ipaddress.IPv4Address(text)
-    except ValueError:
-        return None
-
-
 def _is_loopback(text: str) -> bool:
-    address = _ipv4(text)
+    address = ipv4_of(text)
     return address is not None and address.is_loopback
 
 
 def _is_link_local(text: str) -> bool:
-    address = _ipv4(text)
+    address = ipv4_of(text)
     return address is not None and address.is_link_local

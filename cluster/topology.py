@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 from cluster.hosts import Host, Peer, Port, RdmaDevice
 
@@ -361,3 +362,35 @@ def _quoted(text: str) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def as_plain(found: Topology) -> dict[str, Any]:
+    """The topology for JSON, with names in place of indices."""
+    names = [host.name for host in found.hosts]
+    ring = found.ring()
+    return {
+        "hosts": names,
+        "cables": [
+            {
+                "a": names[cable.a.host],
+                "a_port": cable.a.port.number,
+                "a_device": cable.a.port.rdma,
+                "b": names[cable.b.host],
+                "b_port": cable.b.port.number,
+                "b_device": cable.b.port.rdma,
+                "gbps": cable.speed,
+                "rdma": cable.rdma,
+                "why_not": cable.why_not,
+            }
+            for cable in found.cables
+        ],
+        "strangers": [
+            {"host": names[stranger.host], "port": stranger.port.number, "peer": stranger.peer.name}
+            for stranger in found.strangers
+        ],
+        "mesh": found.mesh,
+        "ring": [names[i] for i in ring[0]] if ring else None,
+        "ring_cables": ring[1] if ring else 0,
+        "islands": [[names[i] for i in group] for group in found.islands],
+        "jaccl_subset": [names[i] for i in found.jaccl_subset()],
+    }
