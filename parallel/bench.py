@@ -181,7 +181,7 @@ def measure(folder: Path, cases: list[Case], trials: int, say: Callable[[str], N
         slots=max(32, *(case.batch for case in cases)),
         chunk_tokens=cases[0].prefill_step_size,
     )
-    engine = warmup.make_engine(model, warmup.measure(model, plan, loading.context_of(folder)))
+    engine = warmup.engine_alone(model, plan, loading.context_of(folder))
     results = []
     for case in cases:
         say(f"prompt {case.prompt_tokens}, generation {case.generation_tokens}, batch {case.batch}: warming up")

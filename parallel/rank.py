@@ -1,97 +1,170 @@
-"""One rank: `python -m parallel.rank JSON` with a wire.RankPlan. Join, load, warm up, loop until told to leave.
+"""One rank: `python -m parallel.rank JSON` with a wire.RankPlan. Join, connect, load, warm up, loop until told to leave.
 
 Only this thread touches arrays. SIGTERM keeps its default, so a stuck rank still dies of it. mlx is imported after the
-control socket listens, so that the coordinator can follow start-up from its first moment.
+control socket is up, so that the coordinator can follow start-up from its first moment.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import time
+from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from parallel import wire
-from parallel.control import Control, Disconnected
+from parallel.control import Control, Disconnected, plan_digest
+from parallel.follower import Follower, JoinRefused
+from parallel.output import label_output
 
 if TYPE_CHECKING:
+    from parallel.engine.executor import Executor
     from parallel.engine.loop import Engine
 
 PUBLISH_S = 0.25
 PORT_TAKEN_EXIT_CODE = 4
+REFUSED_EXIT_CODE = 5
+BEGUN_AHEAD = 2  # steps that a follower has begun at once: it builds one while the device computes the other
 
 
 def main(argv: list[str]) -> int:
     """Run a rank to its end; returns its exit code."""
     plan = msgspec.json.decode(argv[0], type=wire.RankPlan)
+    if plan.size == 1:
+        return lead(plan, plan_digest(argv[0]))
+    rank = int(os.environ["MLX_RANK"])
+    label_output(rank)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # an ssh session that ends is not a coordinator that ends
+    return follow(plan, rank, plan_digest(argv[0])) if rank else lead(plan, plan_digest(argv[0]))
+
+
+def lead(plan: wire.RankPlan, digest: str) -> int:
+    """Rank 0: decides all steps and talks to the coordinator."""
+    secret_file = Path(plan.of(0).secret_file)
     try:
-        control = Control(plan.host, plan.port, Path(plan.secret_file), plan.parent)
+        control = Control(plan.host, plan.port, secret_file, plan.parent, size=plan.size, digest=digest)
     except OSError as error:
         print(f"rank 0 cannot listen on {plan.host}:{plan.port}: {error}", file=sys.stderr)
         return PORT_TAKEN_EXIT_CODE
     try:
-        engine = start(plan, control)
-        serve(engine, control)
+        engine, executor = _start_engine(plan, control)
+        serve(engine, executor, control)
+        control.dismiss()
         return 0
     except Exception as error:
         control.fail(f"{type(error).__name__}: {error}")
         raise
 
 
-def start(plan: wire.RankPlan, control: Control) -> Engine:
-    """Load and warm up, reporting each phase."""
-    control.phase(wire.Progress(0, "starting"))
-    import mlx.core as mx
+def follow(plan: wire.RankPlan, rank: int, digest: str) -> int:
+    """Any other rank: executes the steps that rank 0 sends."""
+    try:
+        star = Follower(plan, rank, digest)
+    except JoinRefused as error:
+        print(error, file=sys.stderr)
+        return REFUSED_EXIT_CODE
+    try:
+        _, executor = _prepare(plan, rank, star)
+        obey(executor, star)
+        return 0
+    except Exception as error:
+        star.fail(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _prepare(plan: wire.RankPlan, rank: int, star: Control | Follower) -> tuple[list[wire.Fact], Executor]:
+    """What every rank does alike: join the group, load its part, measure it. Each phase is reported."""
+    if plan.size > 1:
+        star.phase(wire.Progress(rank, "joining"))
+        star.meet("connect", wire.Fact())
+    star.phase(wire.Progress(rank, "connecting" if plan.size > 1 else "starting"))
+    from parallel import group as groups
+
+    group = None
+    if plan.size > 1:
+        groups.clean_environment(plan.backend, os.environ)
+        group = groups.connect(plan.backend, rank, plan.size)
+        groups.check_links(group, plan.backend)
 
     from parallel import loading, warmup
+    from parallel.engine.executor import Executor
 
-    folder = Path(plan.model)
+    spec, last_s = plan.of(rank), 0.0
     loading.wire_memory(plan.wired_limit)
-    last_s = 0.0
 
     def report(done: int, total: int) -> None:
         nonlocal last_s
         now_s = time.monotonic()
         if done in (0, total) or now_s - last_s > 0.1:
             last_s = now_s
-            control.phase(wire.Progress(0, "loading", done, total))
+            star.phase(wire.Progress(rank, "loading", done, total))
 
-    model, _ = loading.load_model(folder, report)
-    control.phase(wire.Progress(0, "warming"))
-    limits = warmup.measure(model, plan, loading.context_of(folder))
-    engine = warmup.make_engine(model, limits)
-    ready = wire.Ready(
-        rank=0,
-        pid=os.getpid(),
-        model=plan.model,
-        context=limits.context,
-        slots=limits.slots,
-        kv_limit_bytes=limits.kv_bytes,
-        kv_tokens=limits.kv_tokens,
-        weights_bytes=limits.weights_bytes,
-        prefix_reuse=limits.reuse,
-        device=str(mx.device_info().get("device_name", mx.default_device())),
-    )
-    if limits.reuse != "any":
-        kept = "where they were saved" if limits.reuse == "boundary" else "not at all"
-        print(f"rank 0 | this model's KV caches cannot be cut: prefixes are reused {kept}", flush=True)
+    model: Any
+    links = groups.Links()
+    if plan.strategy == "pipeline":
+        model, _ = loading.load_stage(Path(spec.model), spec.start, spec.stop, report)
+        links = groups.StageLinks(group, model.boundary)
+    elif plan.strategy == "tensor":
+        model, _ = loading.load_shard(Path(spec.model), group, report)
+        links = groups.ShardLinks(group)
+    else:
+        model, _ = loading.load_model(Path(spec.model), report)
+    star.phase(wire.Progress(rank, "warming"))
+    star.meet("loaded", wire.Fact())  # nobody waits inside a collective for a rank that still reads its weights
+    neighbours = sum(other.host == spec.host for other in plan.ranks) or 1
+    facts = star.meet("measured", warmup.probe(model, plan, neighbours))
+    executor = Executor(model, links)
     gc.collect()
     gc.freeze()  # what is alive now stays: later collections need not walk it, which takes tens of milliseconds
-    control.phase(ready)
-    return engine
+    return facts, executor
 
 
-def serve(engine: Engine, control: Control) -> None:
-    """The loop: messages in, steps, messages out; returns when told to leave."""
+def _start_engine(plan: wire.RankPlan, control: Control) -> tuple[Engine, Executor]:
+    """Rank 0's engine, warm and checked."""
+    facts, executor = _prepare(plan, 0, control)
+    import mlx.core as mx
+
+    from parallel import loading, warmup
+
+    folder = Path(plan.of(0).model)
+    limits = warmup.set_limits(executor.model, plan, loading.context_of(folder), facts, executor.links)
+    engine = warmup.make_engine(executor, limits, control.send_step)
+    if plan.size > 1 and plan.self_check:
+        control.phase(wire.Progress(0, "checking"))
+        print(f"self-check: {warmup.self_check(executor, limits, control.send_step)}", flush=True)
+    if limits.reuse != "any":
+        kept = "where they were saved" if limits.reuse == "boundary" else "not at all"
+        print(f"this model's KV caches cannot be cut: prefixes are reused {kept}", flush=True)
+    control.phase(
+        wire.Ready(
+            rank=0,
+            pid=os.getpid(),
+            model=plan.model,
+            context=limits.context,
+            slots=limits.slots,
+            kv_limit_bytes=limits.kv_bytes,
+            kv_tokens=limits.kv_tokens,
+            weights_bytes=sum(fact.weights_bytes for fact in facts),
+            prefix_reuse=limits.reuse,
+            device=str(mx.device_info().get("device_name", mx.default_device())),
+            facts=facts,
+        )
+    )
+    return engine, executor
+
+
+def serve(engine: Engine, executor: Executor, control: Control) -> None:
+    """Rank 0's loop: messages in, steps, messages out; returns when told to leave."""
     published_s = 0.0
     while True:
         while engine.idle or not control.inbox.empty():
             if engine.idle and control.inbox.empty():
-                publish(engine, control)
+                control.publish(_with_memory(engine.stats()), engine.oldest)
             message = control.inbox.get()
             if isinstance(message, wire.Leave):
                 return
@@ -105,17 +178,38 @@ def serve(engine: Engine, control: Control) -> None:
                 control.send(event)
         for outgoing in engine.step():
             control.send(outgoing)
+        if executor.failed and control.size > 1:
+            raise RuntimeError(executor.failed)  # the other ranks executed that step: theirs and this KV now differ
         if (now_s := time.monotonic()) - published_s > PUBLISH_S:
             published_s = now_s
-            publish(engine, control)
+            control.publish(_with_memory(engine.stats()), engine.oldest)
 
 
-def publish(engine: Engine, control: Control) -> None:
-    """Hand the heartbeat thread what it may say; only this thread may ask mlx."""
+def obey(executor: Executor, star: Follower) -> None:
+    """The loop of every other rank: begin steps as they come, finish them in order; returns when told to leave."""
+    begun: deque[wire.Step] = deque()
+    while True:
+        if begun and (star.steps.empty() or len(begun) == BEGUN_AHEAD):
+            star.doing("computing", begun[0].id)
+            executor.finish(begun.popleft())
+            if executor.failed:
+                raise RuntimeError(executor.failed)
+            star.publish(_with_memory(wire.Stats(busy_s=executor.busy_s)))
+            continue
+        if not begun:
+            star.doing("waiting for a step")
+        if (step := star.steps.get()) is None:
+            return
+        star.doing("beginning", step.id)
+        executor.begin(step)
+        begun.append(step)
+
+
+def _with_memory(stats: wire.Stats) -> wire.Stats:
+    """`stats` with what only this thread may ask of mlx."""
     import mlx.core as mx
 
-    memory = {"active_bytes": mx.get_active_memory(), "peak_bytes": mx.get_peak_memory()}
-    control.publish(msgspec.structs.replace(engine.stats(), **memory), engine.oldest)
+    return msgspec.structs.replace(stats, active_bytes=mx.get_active_memory(), peak_bytes=mx.get_peak_memory())
 
 
 if __name__ == "__main__":

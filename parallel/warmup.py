@@ -1,7 +1,14 @@
-"""From a loaded model to a running engine: measure its caches, set the limits, run it once. Called by `rank.py`."""
+"""From a loaded model to a running engine: measure its caches, set the limits, run it once. Called by `rank.py`.
+
+Every rank measures its own part; rank 0 makes one set of limits from what all found, and runs the engine, whose steps
+warm up the others.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -12,11 +19,21 @@ from parallel.engine import kv, sampling
 from parallel.engine.executor import Executor
 from parallel.engine.loop import Engine
 from parallel.engine.scheduler import SMALL_CHUNK, Limits, Scheduler
+from parallel.engine.sequence import CacheShape
+from parallel.group import Links
 
 MEMORY_SHARE = 0.75  # of a machine without Metal's recommendation; the rest is the system's and other programs'
 RESERVE_BYTES = 1 << 30  # activations and MLX's own buffers, beside weights and KV
 CACHE_LIMIT_BYTES = 2 << 30  # freed buffers that MLX may hold back for reuse
+CHECKED_TOKENS = 4200  # tensor output is known to go wrong past 2,000 to 4,000 tokens in some versions
+CHECKED_CHUNK = 1024
+LARGEST_DIFFERENCE = 0.1  # in log-probability: bfloat16 rounds chunks differently, wrong output differs by far more
+SURE_MARGIN = 0.5  # between the two best logits: above it, no rounding changes the choice
 _PROBE_TOKENS = 8
+
+
+class SelfCheckFailed(Exception):
+    """The ranks together compute something wrong; the message says what differed."""
 
 
 def memory_limit_bytes() -> int:
@@ -28,39 +45,128 @@ def memory_limit_bytes() -> int:
     return int(psutil.virtual_memory().total * MEMORY_SHARE)
 
 
-def measure(model: Any, plan: wire.RankPlan, context: int) -> Limits:
-    """Run a few tokens to learn the caches' shape, and set every limit that `plan` leaves open. Sizes in bytes."""
+def probe(model: Any, plan: wire.RankPlan, on_this_machine: int = 1) -> wire.Fact:
+    """Run a few tokens through this rank's part to learn its caches' shape, and what room is left for them.
+
+    `on_this_machine` ranks share this machine's memory. In tensor mode all ranks must do this at the same time.
+    """
     solo = kv.new_solo(model)
-    mx.eval(model(mx.zeros((1, _PROBE_TOKENS), mx.int32), cache=solo), kv.arrays(solo))
+    fed = model.blank(1, _PROBE_TOKENS) if hasattr(model, "blank") else mx.zeros((1, _PROBE_TOKENS), mx.int32)
+    logits = model(fed, cache=solo)
+    mx.eval(logits, kv.arrays(solo))
     shape = kv.shape_of(solo)
-    del solo
+    token, margin = -1, 0.0
+    if plan.strategy == "tensor":
+        best = sorted(enumerate(logits[0, -1].astype(mx.float32).tolist()), key=lambda pair: -pair[1])[:2]
+        token, margin = best[0][0], best[0][1] - best[1][1]
+    del solo, logits
     mx.set_cache_limit(CACHE_LIMIT_BYTES)
     mx.clear_cache()
     weights = mx.get_active_memory()
-    kv_bytes = plan.kv_limit_bytes or max(memory_limit_bytes() - weights - RESERVE_BYTES, shape.bytes(2 * shape.grain))
+    room = memory_limit_bytes() // on_this_machine - weights - RESERVE_BYTES
+    kv_bytes = plan.kv_limit_bytes or max(room, shape.bytes(2 * shape.grain))
+    return wire.Fact(shape.fixed_bytes, list(shape.layers), kv_bytes, weights, token, margin)
+
+
+def set_limits(model: Any, plan: wire.RankPlan, context: int, facts: list[wire.Fact], links: Links) -> Limits:
+    """The limits for all ranks, from what each found. Raises SelfCheckFailed where they would choose other tokens."""
+    sure = {fact.token for fact in facts if fact.margin > SURE_MARGIN}
+    if len(sure) > 1:
+        raise SelfCheckFailed(f"after the same prompt the ranks choose different tokens: {sorted(sure)}")
+    tightest, shape = _combined(facts)
     return Limits(
         context=min(plan.context or context, context) if context else plan.context or 8192,
         slots=plan.slots,
-        kv_bytes=kv_bytes,
-        prefix_bytes=plan.prefix_bytes or kv_bytes // 4,
+        kv_bytes=tightest.kv_bytes,
+        prefix_bytes=plan.prefix_bytes or tightest.kv_bytes // 4,
         shape=shape,
-        weights_bytes=weights,
+        weights_bytes=tightest.weights_bytes,
         chunk_tokens=plan.chunk_tokens,
-        reuse=kv.reuse_of(model),
-        batchable=kv.batchable(model),
+        reuse=getattr(model, "reuse", "") or kv.reuse_of(model),
+        lookahead=links.lookahead,
+        batchable=model.batchable if hasattr(model, "batchable") else kv.batchable(model),
+        stages=plan.size if plan.strategy == "pipeline" else 1,
     )
 
 
-def make_engine(model: Any, limits: Limits) -> Engine:
+def _combined(facts: list[wire.Fact]) -> tuple[wire.Fact, CacheShape]:
+    """The rank whose KV fills first, and a shape that fills its limit before any rank's own limit is full.
+
+    Per kind of layer that is the largest of the ranks' bytes, each as a share of its own limit.
+    """
+    shapes = [CacheShape(fact.fixed_bytes, tuple(fact.layers)) for fact in facts]
+    tightest = min(zip(facts, shapes, strict=True), key=lambda pair: pair[1].longest(pair[0].kv_bytes))[0]
+    scales = [tightest.kv_bytes / fact.kv_bytes for fact in facts]
+    layers: dict[int, float] = {}
+    for fact, scale in zip(facts, scales, strict=True):
+        for per_token, window in fact.layers:
+            layers[window] = max(layers.get(window, 0.0), per_token * scale)
+    fixed = max(fact.fixed_bytes * scale for fact, scale in zip(facts, scales, strict=True))
+    shape = CacheShape(math.ceil(fixed), tuple((math.ceil(bytes), window) for window, bytes in layers.items()))
+    return tightest, shape
+
+
+def engine_alone(model: Any, plan: wire.RankPlan, context: int) -> Engine:
+    """A warm engine on a whole model in this process."""
+    executor = Executor(model)
+    facts = [probe(model, plan)]
+    return make_engine(executor, set_limits(model, plan, context, facts, executor.links))
+
+
+def make_engine(executor: Executor, limits: Limits, send: Callable[[wire.Step], None] = lambda step: None) -> Engine:
     """An engine that has answered once, so that kernels are compiled and the pace is known."""
-    engine = Engine(Scheduler(limits, needs_host=sampling.needs_host), Executor(model))
+    engine = _engine(executor, limits, send)
     room = min(limits.context, limits.kv_tokens) - 1
     for length in (SMALL_CHUNK // 2, 4 * SMALL_CHUNK):
-        prompt = [1 + i % 7 for i in range(min(length, room - 8))]
-        engine.add(wire.Submit(0, prompt, 8, sampling=wire.Sampling(temperature=0.0)))
-        while not engine.idle:
-            engine.step()
-        engine.clear_prefixes()
+        _answer(engine, [1 + i % 7 for i in range(min(length, room - 8))], 8)
+    return engine
+
+
+def self_check(executor: Executor, limits: Limits, send: Callable[[wire.Step], None]) -> str:
+    """Prefill a long prompt whole and in chunks, and compare what comes next; says what was compared.
+
+    Raises SelfCheckFailed.
+    """
+    length = min(CHECKED_TOKENS, limits.context - 2, limits.kv_tokens - 2)
+    prompt = [1 + (i * i + i // 97) % 199 for i in range(length)]
+    seen = []
+    for chunk in (length, min(CHECKED_CHUNK, length // 2)):
+        engine = _engine(executor, replace(limits, chunk_tokens=chunk), send, hurry=True)
+        [token] = _answer(engine, prompt, 1)
+        assert token.top is not None
+        seen.append(dict(token.top))
+    whole, chunked = seen
+    shared = whole.keys() & chunked.keys()
+    difference = max((abs(whole[token] - chunked[token]) for token in shared), default=math.inf)
+    best, second = sorted(whole.values(), reverse=True)[:2]
+    if difference > LARGEST_DIFFERENCE or (
+        max(whole, key=whole.__getitem__) not in chunked and best - second > SURE_MARGIN
+    ):
+        raise SelfCheckFailed(
+            f"a prompt of {length} tokens gives other tokens in chunks of {CHECKED_CHUNK} than whole: "
+            f"their log-probabilities differ by {difference:.3g}"
+        )
+    return f"a prompt of {length} tokens, whole and in chunks: log-probabilities within {difference:.2g}"
+
+
+def _engine(executor: Executor, limits: Limits, send: Callable[[wire.Step], None], hurry: bool = False) -> Engine:
+    scheduler = Scheduler(limits, needs_host=sampling.needs_host)
+    if hurry:
+        scheduler.pace.token_s = 0.0  # chunks as long as `limits` allow, however slow
+    return Engine(scheduler, executor, depth=limits.depth, ahead=1 if limits.stages > 1 else 2, send=send)
+
+
+def _answer(engine: Engine, prompt: list[int], max_tokens: int) -> list[wire.Token]:
+    """What the engine says to `prompt`, and no prefix entry left of it."""
+    tokens: list[wire.Token] = []
+    engine.add(wire.Submit(0, prompt, max_tokens, sampling=wire.Sampling(temperature=0.0, logprobs=5)))
+    while not engine.idle:
+        for message in engine.step():
+            if isinstance(message, wire.Tokens):
+                tokens += message.rows
+            elif isinstance(message, wire.RequestFailed):
+                raise SelfCheckFailed(f"the first steps failed: {message.message}")
+    engine.clear_prefixes()
     while not engine.idle:
         engine.step()
-    return engine
+    return tokens

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import zlib
 
 import msgspec
 
 MAX_FRAME_BYTES = 256 << 20  # a 1M-token prompt is 5 MB; more than this is a corrupt stream
 _HEADER = struct.Struct("!I")
+HEADER_BYTES = _HEADER.size
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -155,6 +157,7 @@ class Ready(Message, frozen=True):
     weights_bytes: int
     prefix_reuse: str  # "any", "boundary" or "off"
     device: str
+    facts: list[Fact] = []  # of every rank, in order
 
 
 class Failed(Message, frozen=True):
@@ -441,7 +444,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     also the head (`tied`); `outside` is what else lies outside the layers: the final norm, above all. `wire` is what
     one token sends across a stage boundary. `widest` is the widest activation of one token, in elements. `pipeline` is
     why it cannot run as stages, "" if it can. `measured` tells that the weights were there: sizes are from their
-    headers; else they follow from config.json.
+    headers; else they follow from config.json. `parameters` counts weights, however many bits each has.
     """
 
     model_type: str
@@ -460,6 +463,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     tensor: list[TensorSize]
     pipeline: str
     measured: bool
+    parameters: int = 0
 
     @property
     def weights(self) -> int:
@@ -517,6 +521,11 @@ def encode(message: Message) -> bytes:
     return _HEADER.pack(len(body)) + body
 
 
+def fold(digest: int, body: bytes | memoryview) -> int:
+    """A running digest (CRC-32) with one more message's body in it."""
+    return zlib.crc32(body, digest)
+
+
 def decode(body: bytes) -> AnyMessage:
     """The message in one frame's body. Raises WireError."""
     try:
@@ -534,11 +543,14 @@ def _length(header: bytes) -> int:
 
 def read_frame(connection: socket.socket) -> AnyMessage | None:
     """Block for the next message; None when the peer closed. Raises WireError, OSError."""
-    header = _read_exactly(connection, _HEADER.size)
-    if header is None:
-        return None
-    body = _read_exactly(connection, _length(header))
+    body = read_body(connection)
     return None if body is None else decode(body)
+
+
+def read_body(connection: socket.socket) -> bytes | None:
+    """As `read_frame`, the body undecoded."""
+    header = _read_exactly(connection, _HEADER.size)
+    return None if header is None else _read_exactly(connection, _length(header))
 
 
 def _read_exactly(connection: socket.socket, count: int) -> bytes | None:

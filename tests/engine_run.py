@@ -11,7 +11,7 @@ from mlx_lm.generate import generate_step
 
 from parallel import wire
 from parallel.engine.loop import Engine
-from parallel.warmup import make_engine, measure
+from parallel.warmup import engine_alone
 
 MARGIN = 1e-3  # below this the two best logits may swap between a batch and a run alone
 TOLERANCE = 1e-3
@@ -22,7 +22,7 @@ def engine_for(model: Any, *, context: int, slots: int = 8, chunk_tokens: int = 
     plan = wire.RankPlan(
         "", "", 0, "", slots=slots, chunk_tokens=chunk_tokens, kv_limit_bytes=2 << 30, prefix_bytes=prefix_bytes
     )
-    return make_engine(model, measure(model, plan, context))
+    return engine_alone(model, plan, context)
 
 
 @dataclass

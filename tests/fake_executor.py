@@ -37,6 +37,7 @@ class FakeExecutor:
         self.buckets: dict[int, dict[int, list[int]]] = {}
         self.sampled: dict[int, int] = {}
         self.most_bytes = 0
+        self.busy_s = 0.0
         self.steps: list[wire.Step] = []
         self._begun: deque[tuple[wire.Step, StepResult]] = deque()
 

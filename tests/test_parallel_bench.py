@@ -42,7 +42,7 @@ def test_the_engine_and_the_bare_loop_make_the_same_tokens(tiny_model: Path, mon
     case = Case(prompt_tokens=21, generation_tokens=6, batch=3, prefill_step_size=8)
     prompts = case.prompts(config["vocab_size"], seed=1)
     plan = wire.RankPlan(str(tiny_model), "", 0, "", chunk_tokens=8)
-    engine = warmup.make_engine(model, warmup.measure(model, plan, 0))
+    engine = warmup.engine_alone(model, plan, 0)
     bare: list[Any] = []
     by_engine: list[list[int]] = [[] for _ in prompts]
 
@@ -72,7 +72,7 @@ def test_the_engine_and_the_bare_loop_make_the_same_tokens(tiny_model: Path, mon
 def test_a_request_that_the_engine_refuses_fails_the_trial(tiny_model: Path) -> None:
     model, _ = loading.load_model(tiny_model)
     plan = wire.RankPlan(str(tiny_model), "", 0, "", context=64)
-    engine = warmup.make_engine(model, warmup.measure(model, plan, 0))
+    engine = warmup.engine_alone(model, plan, 0)
     case = Case(prompt_tokens=100, generation_tokens=4, batch=1)
     with pytest.raises(RuntimeError, match="100 tokens"):
         time_engine(engine, case, case.prompts(100, seed=1))

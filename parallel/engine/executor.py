@@ -7,6 +7,7 @@ Called by `loop.py`, from the one thread that owns all arrays.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from parallel import wire
 from parallel.engine import kv
 from parallel.engine.sampling import Sampled, Sampler
 from parallel.engine.sequence import StepResult
+from parallel.group import Links
 
 CLEAR_EVERY = 512  # steps between returns of MLX's buffer cache, against slow growth by odd sizes
 
@@ -35,10 +37,15 @@ class _Decoding:
 
 @dataclass(slots=True)
 class _Begun:
-    """A step on the device. `places` are its rows' places in the bucket; `redo` samples again with a full sort."""
+    """A step on the device: what it fetches from the stage before, what must be computed, what goes to the next stage.
+
+    `places` are its rows' places in the bucket; `redo` samples again with a full sort.
+    """
 
     step: wire.Step
     wait: list[mx.array]
+    received: mx.array | None = None
+    sent: mx.array | None = None
     places: list[int] = field(default_factory=list)
     sampler: Sampler | None = None
     sampled: Sampled | None = None
@@ -47,14 +54,24 @@ class _Begun:
 
 
 class Executor:
-    """All KV of this rank and the model that fills it.
+    """All KV of this rank and the model, or its part of it, that fills it; `links` lead to the other ranks.
 
-    `mask` may change the logits [B, V] of a decode step before sampling (structured output); its rows then ask for
+    `busy_s` is how long it has worked on steps; the rest of the time it waited. `failed` is the last exception in a
+    step. `mask` may change the logits [B, V] of a decode step before sampling (structured output); its rows then ask for
     `needs_host`, so that they are never looked ahead.
     """
 
-    def __init__(self, model: Any, *, mask: Callable[[wire.Step, mx.array], mx.array] | None = None) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: Any,
+        links: Links | None = None,
+        *,
+        mask: Callable[[wire.Step, mx.array], mx.array] | None = None,
+    ) -> None:
+        self.model = model
+        self.links = links or Links()
+        self.busy_s = 0.0
+        self.failed = ""
         self._mask = mask
         self._solos: dict[int, kv.Solo] = {}
         self._lengths: dict[int, int] = {}
@@ -67,16 +84,20 @@ class Executor:
     def begin(self, step: wire.Step) -> None:
         """Build `step` and start it. An exception is kept for its result; it ends the bucket or sequence it was for."""
         begun = self._begun[step.id] = _Begun(step, [])
+        begun_s, waited_s = time.monotonic(), self.links.waited_s
         try:
             begun.wait = self._change(step.orders)
             if step.rows:
                 self._decode(step, begun)
             elif step.tokens:
-                begun.wait += self._prefill(step)
-            mx.async_eval(begun.wait)
+                self._prefill(step, begun)
+            if begun.received is not None:
+                self.links.arrive(begun.received)
+            mx.async_eval(begun.wait if begun.sent is None else [*begun.wait, begun.sent])
         except Exception as error:
             self._discard(step)
-            begun.error = f"{type(error).__name__}: {error}"
+            begun.error = self.failed = f"{type(error).__name__}: {error}"
+        self.busy_s += time.monotonic() - begun_s - (self.links.waited_s - waited_s)
 
     def finish(self, step: wire.Step) -> StepResult:
         """Wait for `step` and read its result."""
@@ -84,6 +105,7 @@ class Executor:
         self._steps += 1
         if begun.error:
             return StepResult(step.id, error=begun.error)
+        finishing_s = time.monotonic()
         try:
             mx.eval(begun.wait)
             if begun.sampled is None or begun.sampler is None:
@@ -97,8 +119,10 @@ class Executor:
             return StepResult(step.id, [tokens[place] for place in begun.places], tops)
         except Exception as error:
             self._discard(step)
-            return StepResult(step.id, error=f"{type(error).__name__}: {error}")
+            self.failed = f"{type(error).__name__}: {error}"
+            return StepResult(step.id, error=self.failed)
         finally:
+            self.busy_s += time.monotonic() - finishing_s
             if self._steps % CLEAR_EVERY == 0:
                 mx.clear_cache()
 
@@ -125,7 +149,7 @@ class Executor:
                 case wire.Open():
                     source = self._entries[order.entry] if order.entry >= 0 else None
                     self._solos[order.seq] = (
-                        kv.new_solo(self._model) if source is None else kv.fork(source, order.length)
+                        kv.new_solo(self.model) if source is None else kv.fork(source, order.length)
                     )
                     self._lengths[order.seq] = order.length
                 case wire.Keep():
@@ -161,7 +185,7 @@ class Executor:
         solos, lengths = [], []
         for row in order.rows:
             # a source is missing only when its prefill raised; its rows have failed already and run out unread
-            solo, length = self._solos.get(row.source) or kv.new_solo(self._model), self._lengths.get(row.source, 0)
+            solo, length = self._solos.get(row.source) or kv.new_solo(self.model), self._lengths.get(row.source, 0)
             solos.append(kv.fork(solo, length) if row.source in self._taken else solo)
             lengths.append(length)
             self._taken.add(row.source)
@@ -178,38 +202,57 @@ class Executor:
         decoding.sampled = mx.concatenate(sampled) if sampled else None
         decoding.sampled_rows += other.sampled_rows
         rows = [decoding.rows[row] for row in decoding.kv.rows]
-        decoding.sampler = Sampler(rows, decoding.sampler, other.sampler)
+        if self.links.samples:
+            decoding.sampler = Sampler(rows, decoding.sampler, other.sampler)
         return kv.arrays(decoding.kv.caches)
 
-    @staticmethod
-    def _rebuild(decoding: _Decoding) -> None:
-        decoding.sampler = Sampler([decoding.rows[row] for row in decoding.kv.rows], decoding.sampler)
+    def _rebuild(self, decoding: _Decoding) -> None:
+        if self.links.samples:
+            decoding.sampler = Sampler([decoding.rows[row] for row in decoding.kv.rows], decoding.sampler)
 
     # ------------------------------------------------------------ computing
 
-    def _prefill(self, step: wire.Step) -> list[mx.array]:
+    def _forward(self, begun: _Begun, tokens: Callable[[], mx.array], shape: tuple[int, int], caches: Any) -> mx.array:
+        """This rank's part of the model, fed with `tokens` or with what the stage before sends: `shape` rows, tokens."""
+        links = self.links
+        fed = begun.received = None if links.first else links.receive(*shape)
+        out = self.model(tokens() if fed is None else fed, cache=caches)
+        if not links.last:
+            begun.wait.append(out)
+            begun.sent = links.send(out)
+        return out
+
+    def _prefill(self, step: wire.Step, begun: _Begun) -> None:
         solo = self._solos[step.seq]
-        self._model(mx.array([step.tokens]), cache=solo)
+        self._forward(begun, lambda: mx.array([step.tokens]), (1, len(step.tokens)), solo)
         self._lengths[step.seq] += len(step.tokens)
-        return kv.arrays(solo)
+        begun.wait += kv.arrays(solo)
 
     def _decode(self, step: wire.Step, begun: _Begun) -> None:
         decoding = self._buckets[step.bucket]
-        assert decoding.sampler is not None and {row.seq for row in step.rows} == set(decoding.kv.rows)
+        assert {row.seq for row in step.rows} == set(decoding.kv.rows)
         fed = {row.seq: row for row in step.rows}
         rows = [fed[seq] for seq in decoding.kv.rows]
         begun.places = [decoding.kv.rows.index(row.seq) for row in step.rows]
         decoding.kv.advance()
-        logits = self._model(self._inputs(decoding, rows)[:, None], cache=decoding.kv.caches)[:, -1, :]
+        out = self._forward(begun, lambda: self._inputs(decoding, rows)[:, None], (len(rows), 1), decoding.kv.caches)
+        if not self.links.last:
+            return
+        logits = out[:, -1, :]
+        if not self.links.samples:
+            decoding.sampled, decoding.sampled_rows = self.links.share(None, logits), tuple(decoding.kv.rows)
+            begun.wait += [logits, decoding.sampled]
+            return
         if self._mask is not None:
             logits = self._mask(step, logits)
+        assert decoding.sampler is not None
         sampler, positions = decoding.sampler, [row.position for row in rows]
         sampled = sampler(logits, positions)
         if sampled.whole is not None:
             begun.redo = lambda: sampler(logits, positions, full=True)
-        decoding.sampled, decoding.sampled_rows = sampled.tokens, tuple(decoding.kv.rows)
+        decoding.sampled, decoding.sampled_rows = self.links.share(sampled.tokens, logits), tuple(decoding.kv.rows)
         begun.sampler, begun.sampled = sampler, sampled
-        begun.wait += sampled.arrays
+        begun.wait += [*sampled.arrays, decoding.sampled]
 
     @staticmethod
     def _inputs(decoding: _Decoding, rows: list[wire.Row]) -> mx.array:

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from parallel import wire
 from parallel.engine.scheduler import Scheduler
 from parallel.engine.sequence import StepResult
@@ -25,11 +27,17 @@ class Executes(Protocol):
     def finish(self, step: wire.Step) -> StepResult:
         """Wait for the oldest begun step and give its result; never raises for a failed step."""
 
+    @property
+    def busy_s(self) -> float:
+        """How long it has worked on steps so far, in seconds."""
+
 
 class Engine:
     """Rank 0's side of the loop: `add` and `abort`, then `step` as long as it is not `idle`.
 
-    At most `depth` steps are in flight; `send` hands each new step to the other ranks before anything blocks.
+    At most `depth` steps are in flight; `send` hands each new step to the other ranks before anything blocks, since a
+    pipeline of three stages and more starves otherwise. At most `ahead` of them are begun here: the last stage of a
+    pipeline waits for data when it begins a step, so it finishes one before it begins the next.
     """
 
     def __init__(
@@ -38,12 +46,14 @@ class Engine:
         executor: Executes,
         *,
         depth: int = 2,
+        ahead: int = 2,
         send: Callable[[wire.Step], None] = lambda step: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._depth = depth
+        self._ahead = ahead
         self._send = send
         self._clock = clock
         self._unbegun: deque[wire.Step] = deque()
@@ -56,12 +66,12 @@ class Engine:
         return self._scheduler.idle
 
     @property
-    def oldest(self) -> tuple[int, float]:
-        """The oldest unfinished step and when it was begun; (0, 0.0) when there is none."""
+    def oldest(self) -> tuple[int, float, float]:
+        """The oldest unfinished step, when it was begun, and how long it should take; zeros when there is none."""
         if not self._begun:
-            return 0, 0.0
+            return 0, 0.0, 0.0
         step, since_s = self._begun[0]
-        return step.id, since_s
+        return step.id, since_s, self._scheduler.expected_s(step)
 
     def add(self, request: wire.Submit) -> None:
         """Queue a request; it takes part from the next step on."""
@@ -81,7 +91,7 @@ class Engine:
 
     def stats(self) -> wire.Stats:
         """The scheduler's counts and sizes."""
-        return self._scheduler.stats()
+        return msgspec.structs.replace(self._scheduler.stats(), busy_s=self._executor.busy_s)
 
     def clear_prefixes(self) -> None:
         """Forget every prefix entry at the next step."""
@@ -92,7 +102,7 @@ class Engine:
         while self._scheduler.inflight < self._depth and (step := self._scheduler.next_step()) is not None:
             self._send(step)
             self._unbegun.append(step)
-        while self._unbegun:
+        while self._unbegun and len(self._begun) < self._ahead:
             step = self._unbegun.popleft()
             self._begun.append((step, self._clock()))
             self._executor.begin(step)

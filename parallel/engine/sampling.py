@@ -255,7 +255,7 @@ def _choose(scaled: mx.array, uniforms: mx.array) -> mx.array:
     """
     rows, vocabulary = scaled.shape
     weights = mx.exp(scaled - scaled.max(axis=-1, keepdims=True))
-    weights = mx.pad(weights, ((0, 0), (0, -vocabulary % _BLOCK))).reshape(rows, -1, _BLOCK)
+    weights = mx.pad(weights, [(0, 0), (0, -vocabulary % _BLOCK)]).reshape(rows, -1, _BLOCK)
     block = _invert(weights.sum(axis=-1), uniforms[:, :1])[:, None]
     inside = mx.take_along_axis(weights, block[:, :, None], axis=1)[:, 0]
     return block[:, 0] * _BLOCK + _invert(inside, uniforms[:, 1:])

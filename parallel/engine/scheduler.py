@@ -19,6 +19,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf
 
 from parallel import wire
 from parallel.engine.prefix import BLOCK, PrefixIndex
@@ -38,7 +39,8 @@ class Limits:
 
     `reuse` is "any" (caches can be cut to any prefix), "boundary" (only as saved) or "off". `depth` steps may be in
     flight; with `lookahead` two of them may belong to one bucket, the second fed by tokens still on the device.
-    `batchable` False keeps every row in a bucket of its own.
+    `batchable` False keeps every row in a bucket of its own. A pipeline of `stages` needs as many buckets, as
+    micro-batches, to keep all stages busy.
     """
 
     context: int
@@ -51,6 +53,12 @@ class Limits:
     reuse: str = "any"
     lookahead: bool = True
     batchable: bool = True
+    stages: int = 1
+
+    @property
+    def depth(self) -> int:
+        """Steps that may be in flight: the next one while one runs, or twice what fills a pipeline."""
+        return 2 * self.stages
 
     @property
     def kv_tokens(self) -> int:
@@ -74,20 +82,33 @@ class Bucket:
 
 @dataclass(slots=True)
 class Pace:
-    """Measured step times, smoothed; seconds."""
+    """Measured step times, smoothed; seconds. `rates` are rows per second by (bits of the number of rows, buckets)."""
 
     decode_s: float = 0.05
     small_s: float = 0.05
     token_s: float = 0.002
+    rates: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def chunk_s(self, tokens: int) -> float:
         """Predicted time of a prefill chunk."""
         return self.small_s if tokens <= SMALL_CHUNK else max(self.small_s, tokens * self.token_s)
 
-    def learn(self, step: wire.Step, duration_s: float) -> None:
-        """Fold in how long `step` took."""
+    def parts(self, rows: int, stages: int) -> int:
+        """Into how many micro-batches `rows` rows go: one per stage, unless fewer were measured clearly faster."""
+        most = max(1, min(stages, rows))
+        size = rows.bit_length()
+
+        def rate(parts: int) -> float:
+            return 1.1 * self.rates.get((size, parts), inf) if parts == most else self.rates.get((size, parts), 0.0)
+
+        return max(range(1, most + 1), key=rate)
+
+    def learn(self, step: wire.Step, duration_s: float, rows: int, buckets: int) -> None:
+        """Fold in how long `step` took, while `rows` rows ran in `buckets` buckets."""
         if step.rows:
             self.decode_s += 0.2 * (duration_s - self.decode_s)
+            key, rate = (rows.bit_length(), buckets), len(step.rows) / max(duration_s, 1e-6)
+            self.rates[key] = self.rates.get(key, rate) + 0.1 * (rate - self.rates.get(key, rate))
         elif len(step.tokens) > SMALL_CHUNK:
             self.token_s += 0.3 * (duration_s / len(step.tokens) - self.token_s)
         elif step.tokens:
@@ -192,7 +213,7 @@ class Scheduler:
         return wire.Stats(
             waiting=len(self._waiting),
             prefilling=len(self._prefilling) + len(self._prefilled),
-            running=sum(len(bucket.rows) for bucket in self._buckets.values()),
+            running=self._running,
             buckets=len(self._buckets),
             kv_bytes=self._active_bytes() + self._prefix.bytes,
             prefix_bytes=self._prefix.bytes,
@@ -204,6 +225,11 @@ class Scheduler:
             step_s=self.pace.decode_s,
             preempted=self._preempted,
         )
+
+    def expected_s(self, step: wire.Step) -> float:
+        """How long a step in flight should take, those before it included."""
+        one_s = self.pace.decode_s if step.rows else self.pace.chunk_s(len(step.tokens))
+        return one_s * max(1, self.inflight)
 
     def clear_prefixes(self) -> None:
         """Forget every prefix entry at the next step."""
@@ -232,7 +258,7 @@ class Scheduler:
         if result.error:
             self._fail(flight, result.error)
             return []
-        self.pace.learn(flight.step, duration_s)
+        self.pace.learn(flight.step, duration_s, self._running, len(self._buckets))
         if not flight.step.rows:
             return []
         tokens = []
@@ -276,7 +302,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> Sequence | None:
         """Start `sequence` if slots and memory allow; returns the one in prefill whose prefix it waits for."""
         before = (*self._prefilling, *self._prefilled)
-        live = sum(1 + len(s.siblings) for s in before) + sum(len(b.rows) for b in self._buckets.values())
+        live = sum(1 + len(s.siblings) for s in before) + self._running
         rows = 1 + len(sequence.siblings)
         shape = self.limits.shape
         target = len(sequence.tokens) + min(GROWTH_TOKENS, self._max_tokens(sequence) - sequence.outputs)
@@ -306,7 +332,7 @@ class Scheduler:
 
     def _prefill_step(self, sequence: Sequence, running: bool) -> wire.Step:
         """One chunk of `sequence`, as long as the time budget allows."""
-        budget_s = self._credit_s if running else IDLE_CHUNK_S
+        budget_s = self._credit_s if running else IDLE_CHUNK_S / self.limits.stages
         affordable = max(SMALL_CHUNK, int(budget_s / self.pace.token_s))
         count = min(sequence.to_prefill, affordable, self.limits.chunk_tokens)
         start = sequence.computed
@@ -348,7 +374,8 @@ class Scheduler:
         """Put a prefilled sequence, and the samples that share its prefill, into buckets."""
         rows = [lead, *lead.siblings]
         lead.siblings = []
-        for group in [rows] if self.limits.batchable else [[row] for row in rows]:
+        together = self.limits.batchable and self.limits.stages == 1
+        for group in [rows] if together else [[row] for row in rows]:
             bucket = self._place(lead.computed, len(group))
             for row in group:
                 row.state = State.RUNNING
@@ -360,7 +387,10 @@ class Scheduler:
             enters.setdefault(bucket.id, []).extend(entering)
 
     def _place(self, length: int, rows: int) -> Bucket:
-        """The bucket where `rows` rows of `length` tokens waste the least, or a new one when that is cheaper."""
+        """The bucket where `rows` rows of `length` tokens waste the least, or a new one when that is cheaper.
+
+        Micro-batches of a pipeline are filled evenly instead, as long as the waste is bearable.
+        """
         shape = self.limits.shape
 
         def padding(bucket: Bucket) -> int:
@@ -368,17 +398,17 @@ class Scheduler:
             together = (len(bucket.rows) + rows) * shape.bytes(longest)
             return together - len(bucket.rows) * shape.bytes(bucket.length) - rows * shape.bytes(length)
 
-        if self.limits.batchable:
-            best = min(self._buckets.values(), key=padding, default=None)
-            if best is not None and padding(best) <= self.limits.weights_bytes:
-                return best
+        fits = [b for b in self._buckets.values() if padding(b) <= self.limits.weights_bytes]
+        enough = len(self._buckets) >= self.pace.parts(self._running + rows, self.limits.stages)
+        if self.limits.batchable and fits and enough:
+            return min(fits, key=padding if self.limits.stages == 1 else lambda bucket: len(bucket.rows))
         self._serial += 1
         bucket = self._buckets[self._serial] = Bucket(self._serial)
         return bucket
 
     def _fuse(self) -> None:
         """Join buckets that have grown alike, so that the weights are read once for both."""
-        if not self.limits.batchable or len(self._buckets) < 2:
+        if not self.limits.batchable or len(self._buckets) <= self.pace.parts(self._running, self.limits.stages):
             return
         shape = self.limits.shape
         ordered = sorted(self._buckets.values(), key=lambda bucket: bucket.length)
@@ -391,6 +421,11 @@ class Scheduler:
                 long.rows += short.rows
                 del self._buckets[short.id]
                 return
+
+    @property
+    def _running(self) -> int:
+        """Rows in all buckets."""
+        return sum(len(bucket.rows) for bucket in self._buckets.values())
 
     def _next_bucket(self) -> Bucket | None:
         """The bucket that has waited longest among those that may be stepped now."""
@@ -422,8 +457,7 @@ class Scheduler:
 
     def _prefill_budget_s(self) -> float:
         """How long prefill may take between two decode steps: as long as a step, more while more wait than run."""
-        running = sum(len(bucket.rows) for bucket in self._buckets.values())
-        crowd = max(1.0, (len(self._waiting) + len(self._prefilling)) / running)
+        crowd = max(1.0, (len(self._waiting) + len(self._prefilling)) / self._running)
         share_s = max(self.pace.decode_s, PREFILL_SHARE_S)
         return max(share_s, min(crowd * share_s, PREFILL_LONGEST_S))
 
