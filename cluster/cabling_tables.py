@@ -67,7 +67,7 @@ def findings_view(findings: Sequence[Finding]) -> RenderableType:
         parts.append(Text.assemble(f"{number}. ", mark, f"  {finding.code}", (where, "dim") if finding.port else ""))
         for title, text in (("seen", finding.seen), ("why", finding.why), ("do", finding.do)):
             if text:
-                parts.append(Padding(Text(f"{title}: {text}"), (0, 0, 0, 3)))
+                parts.append(Padding(Text(f"{title}: {text}"), (0, 0, 0, 3), expand=False))
     blocking = sum(finding.blocks for finding in findings)
     parts.append(Text(f"{len(findings)} finding{'s'[: len(findings) > 1]}, {blocking} in the way."))
     return Group(*parts)

@@ -67,7 +67,7 @@ def _switch(group: Group, i: int, host: Host) -> Finding | None:
             if _sees_no_service(other, mine)
         }
     )
-    seen_by = f" From {' and '.join(watchers)} no RDMA service of it is seen." if watchers else ""
+    seen_by = f" Seen from {', '.join(watchers)}, it offers no RDMA service." if watchers else ""
     reason = why_not_yet(host)
     active = any(device.active for device in host.rdma_devices)
     if (host.rdma_enabled is False and reason) or (watchers and host.rdma_enabled is None and not active):
@@ -177,6 +177,7 @@ def cabling(group: Group) -> Iterator[Finding]:
         return
     full_speed = _among(able, group.topology.joined(c for c in cables if not c.slow and not c.behind))
     blocks = group.wants_rdma and cycle(full_speed) is None
+    free = {host.name: _free_ports(host) for host in group.hosts}
     for i, j in _missing(group, able, joined):
         a, b = group.hosts[able[i]], group.hosts[able[j]]
         yield on_group(
@@ -184,7 +185,7 @@ def cabling(group: Group) -> Iterator[Finding]:
             blocks,
             f"No cable joins {a.name} and {b.name}.",
             "Tensor parallel wants a mesh, every Mac joined to every other; a ring is the least for RDMA.",
-            f"Plug a Thunderbolt 5 cable from {_free_port(a)} to {_free_port(b)}.",
+            f"Plug a Thunderbolt 5 cable from {_take_port(free, a)} to {_take_port(free, b)}.",
         )
 
 
@@ -226,9 +227,14 @@ def _to_a_ring(joined: Sequence[Set[int]]) -> list[tuple[int, int]]:
     return [(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1] and pair[1] not in joined[pair[0]]]
 
 
-def _free_port(host: Host) -> str:
-    free = [port for port in host.ports if not port.connected and not (_is_studio(host) and _beside(port))]
-    return f"{host.name} {port_name(free[0])}" if free else f"{host.name} (all its good ports are in use: free one)"
+def _free_ports(host: Host) -> list[Port]:
+    return [port for port in host.ports if not port.connected and not (_is_studio(host) and _beside(port))]
+
+
+def _take_port(free: dict[str, list[Port]], host: Host) -> str:
+    """The next free port of a host, named; every call names another."""
+    ports = free[host.name]
+    return f"{host.name} {port_name(ports.pop(0))}" if ports else f"{host.name} (its good ports are in use: free one)"
 
 
 # ---------------------------------------------------------------- whether they carry RDMA
@@ -252,8 +258,8 @@ def links(group: Group) -> Iterator[Finding]:
                 "Look again in a minute; then unplug the cable and plug it in again.",
             )
     for cables in slow.values():
-        a, b = group.pair(cables[0])
-        old = next((host.name for host in (a, b) if why_never_rdma(host)), "")
+        a, b = sorted(group.pair(cables[0]), key=lambda host: bool(why_never_rdma(host)))  # the one to blame is last
+        old = b.name if why_never_rdma(b) else ""
         do = "Change the cable for a Thunderbolt 5 one (80 Gb/s); a Thunderbolt 4 cable gives 40."
         yield on_group(
             f"slow-link:{a.name}:{b.name}",
@@ -306,13 +312,14 @@ def _down(group: Group, end: End, where: str) -> Iterator[Finding]:
             port,
         )
     elif _is_studio(host) and _beside(port):
+        free = _free_ports(host)
         yield on_host(
             f"studio-en2:{host.name}",
             host,
             group.link_blocks,
             f"{port.rdma} is down though the cable {where} is in.",
             "On a Mac Studio the port beside Ethernet often does no RDMA, though it is listed.",
-            f"Move the cable to {_other_port(host)}.",
+            f"Move the cable to {port_name(free[-1]) if free else 'another port; free one'}.",
             port,
         )
     else:
@@ -327,11 +334,6 @@ def _down(group: Group, end: End, where: str) -> Iterator[Finding]:
             "restart both Macs.",
             port,
         )
-
-
-def _other_port(host: Host) -> str:
-    free = [port for port in host.ports if not port.connected and not _beside(port)]
-    return port_name(free[0]) if free else "another port; free one"
 
 
 def _is_studio(host: Host) -> bool:

@@ -98,7 +98,7 @@ def _needs_addresses(found: Topology, cable: Cable) -> bool:
     a, b = found.hosts[cable.a.host], found.hosts[cable.b.host]
     if not cable.a.port.device or not cable.b.port.device or cable.behind or not cable.seen_by_both:
         return False
-    if any(why_never_rdma(host) for host in (a, b)):  # the ring over TCP goes over such cables
+    if found.never_rdma:  # the group talks TCP, best over its cables
         return same_subnet(a, cable.a.port, b, cable.b.port) is not True or _link_local(found, cable)
     if cable.slow or why_not_yet(a) or why_not_yet(b):
         return False

@@ -131,7 +131,10 @@ class Topology:
         return {i: reason for i, host in enumerate(self.hosts) if (reason := why_never_rdma(host))}
 
     def jaccl_subset(self) -> tuple[int, ...]:
-        """The part of the hosts, with the most memory, that can run JACCL now; () if none, or if all can."""
+        """The part of the hosts, with the most memory, that can run JACCL now; () if none, or if all can.
+
+        In the order of their memory, the largest first.
+        """
         everyone = tuple(range(len(self.hosts)))
         if self.mesh or self.ring():
             return ()
@@ -144,7 +147,8 @@ class Topology:
             else:
                 candidates += cliques(neighbours, group)
         able = [group for group in candidates if 2 <= len(group) < len(everyone)]
-        return max(able, key=lambda group: (sum(self.hosts[i].memory_bytes for i in group), len(group)), default=())
+        best = max(able, key=lambda group: (sum(self.hosts[i].memory_bytes for i in group), len(group)), default=())
+        return tuple(sorted(best, key=lambda i: -self.hosts[i].memory_bytes))
 
 
 def topology(hosts: Sequence[Host]) -> Topology:
