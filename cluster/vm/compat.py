@@ -5,7 +5,6 @@ compat.yaml ships with the program; what `vm run --compare --record` finds is ad
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from fnmatch import fnmatchcase
@@ -13,12 +12,12 @@ from pathlib import Path
 
 import yaml
 
-from cluster.errors import CombinationRefused, FolderUnusable, ProgramRefused
-from cluster.vm.run import without_mmap
+from cluster.errors import CombinationRefused
 
 SHIPPED = Path(__file__).with_name("compat.yaml")
 KEY = ("host_chip", "host_build", "guest_macos", "guest_build", "runtime", "version", "profile")
 STATES = ("refused", "tested", "reported", "no gain")  # the first that matches counts
+UNMAPPED = re.compile(r"\n(--no-mmap|(-mmp|--mmap)\n0)\n")  # llama.cpp reads the model instead of mapping it
 
 Row = dict[str, str]
 
@@ -30,21 +29,16 @@ def load(*files: Path) -> list[Row]:
         try:
             rows += [{key: str(value) for key, value in row.items()} for row in yaml.safe_load(file.read_text())]
         except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
-            raise CombinationRefused(
-                f"{file} is not a list of records: {error}", hint="Repair or remove it."
-            ) from error
+            raise CombinationRefused(f"{file} is no list of records: {error}", hint="Repair or remove it.") from error
     return rows
 
 
 def runtime(argv: list[str]) -> tuple[str, str]:
-    """What runs: llama.cpp with its version, mlx by its module, else the program's name. Raises ProgramRefused."""
+    """What runs: llama.cpp with its version, mlx by its module, else the program's name."""
     name = Path(argv[0]).name
     if not name.startswith("llama-"):
         return ("mlx" if any(word.startswith("mlx") for word in argv[1:]) else name), ""
-    try:
-        said = subprocess.run([argv[0], "--version"], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ProgramRefused(f"{argv[0]} does not tell its version: {error}") from error
+    said = subprocess.run([argv[0], "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     found = re.search(r"version: (\d+)", said.stderr + said.stdout)
     return "llama.cpp", f"b{found[1]}" if found else ""
 
@@ -55,7 +49,8 @@ def look_up(rows: list[Row], key: Row, argv: list[str], *, untested: bool = True
     Raises CombinationRefused for what is known to be wrong, and for the untested unless that is allowed.
     """
     found = [row for row in rows if all(fnmatchcase(key[part], row.get(part, "*")) for part in KEY)]
-    found = [row for row in found if not (row.get("unless") == "--no-mmap" and without_mmap(argv))]
+    if UNMAPPED.search("\n".join([*argv, ""])):
+        found = [row for row in found if row.get("unless") != "--no-mmap"]
     row = min(found, key=lambda row: STATES.index(row["state"]), default={"state": "untested"})
     if row["state"] == "refused":
         raise CombinationRefused(f"This combination gives wrong results. {row['evidence']}")
@@ -67,11 +62,6 @@ def look_up(rows: list[Row], key: Row, argv: list[str], *, untested: bool = True
 
 
 def record(file: Path, row: Row) -> None:
-    """Add a row to the user's file, which is replaced whole. Raises FolderUnusable, CombinationRefused."""
-    text, fresh = yaml.safe_dump([*load(file), row], sort_keys=False), file.with_suffix(f".{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fresh.write_text(text)
-        os.replace(fresh, file)
-    except OSError as error:
-        raise FolderUnusable(f"{file} cannot be written: {error.strerror}.") from error
+    """Add a row to the user's file, whose folder exists."""
+    with file.open("a") as rows:
+        rows.write(yaml.safe_dump([row], sort_keys=False))

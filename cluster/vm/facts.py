@@ -7,38 +7,29 @@ object and imports nothing from here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-MLX_GAIN = {
-    "prompt": 1.005,
-    "generation": 0.993,
-}  # raised over stock profile, MLX 0.32.0 in a guest; reported, not ours
-CONSEQUENCES = (
-    "It has no Thunderbolt RDMA: a guest sees neither the ports nor the RDMA devices of its host.",
-    "MLX_METAL_FAST_SYNCH has no effect there: its GPU does not report Metal3.",
-    "A raised Metal profile gains MLX nothing (reported: 1.005x prompt, 0.993x generation).",
-    "It serves alone, or as a stage of a pipeline over the TCP ring.",
-    "Its memory limit is the guest's, not that of the Mac it runs on.",
-)
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
 class VirtualMachine:
-    """A host that is a guest. `host_chip` is the chip underneath ("" if not told); `evidence` is what gave it away."""
+    """A host that is a guest. `host_chip` is the chip underneath ("" if not told); `evidence` is what gave it away.
+
+    `consequences` are what doctor, plan and status say about it, a sentence each.
+    """
 
     model: str
     metal_device: str
     host_chip: str
     evidence: tuple[str, ...]
 
-    @property
-    def consequences(self) -> tuple[str, ...]:
-        """What doctor, plan and status say about it, a sentence each."""
-        return CONSEQUENCES
-
-    @property
-    def fast_synch_has_effect(self) -> bool:
-        """Whether setting MLX_METAL_FAST_SYNCH changes anything: it needs Metal3, which no guest reports."""
-        return False
+    fast_synch_has_effect: ClassVar[bool] = False  # MLX_METAL_FAST_SYNCH needs Metal3, which no guest reports
+    consequences: ClassVar[tuple[str, ...]] = (
+        "It has no Thunderbolt RDMA: a guest sees neither the ports nor the RDMA devices of its host.",
+        "MLX_METAL_FAST_SYNCH has no effect there: its GPU does not report Metal3.",
+        "A raised Metal profile gains MLX nothing (reported: 1.005x prompt, 0.993x generation).",
+        "It serves alone, or as a stage of a pipeline over the TCP ring.",
+        "Its memory limit is the guest's, not that of the Mac it runs on.",
+    )
 
     def why_not_placed(self, *, hosts: int, strategy: str, backend: str) -> str:
         """Why a plan must not use it so, or "". `strategy`: single, pipeline, tensor; `backend`: ring, jaccl, ..."""

@@ -37,9 +37,8 @@ def read(objc: Any, metal: Any) -> dict[str, Any]:
 
     def ask(thing: int, name: str, result: Any, *arguments: int) -> Any:
         selector = c_void_p(call(objc.sel_registerName, c_void_p, name.encode()))
-        owner = c_void_p(
-            call(objc.objc_lookUpClass, c_void_p, call(objc.object_getClassName, c_char_p, c_void_p(thing)))
-        )
+        class_name = call(objc.object_getClassName, c_char_p, c_void_p(thing))
+        owner = c_void_p(call(objc.objc_lookUpClass, c_void_p, class_name))
         if not call(objc.class_getInstanceMethod, c_void_p, owner, selector):
             return None
         address = call(objc.class_getMethodImplementation, c_void_p, owner, selector)
@@ -55,13 +54,10 @@ def read(objc: Any, metal: Any) -> dict[str, Any]:
     seen = {"device": ask(name, "UTF8String", c_char_p).decode() if name else ""}
     seen["class"] = call(objc.object_getClassName, c_char_p, c_void_p(device)).decode()
     for kind, first in KINDS.items():
-        answers = (
-            family for family in range(first + 98, first - 1, -1) if ask(device, "supportsFamily:", c_bool, family)
-        )
-        seen[f"{kind}_family"] = next(answers, 0)
+        families = range(first + 98, first - 1, -1)
+        seen[f"{kind}_family"] = next((n for n in families if ask(device, "supportsFamily:", c_bool, n)), 0)
     seen["threadgroup_memory_bytes"] = ask(device, "maxThreadgroupMemoryLength", c_uint64)
-    seen["working_set_bytes"] = ask(device, "recommendedMaxWorkingSetSize", c_uint64)
-    return {**seen, "unified_memory": ask(device, "hasUnifiedMemory", c_bool)}
+    return {**seen, "working_set_bytes": ask(device, "recommendedMaxWorkingSetSize", c_uint64)}
 
 
 if __name__ == "__main__":

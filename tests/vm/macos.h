@@ -16,6 +16,4 @@ typedef void (*IMP)(void);
 SEL sel_registerName(const char *), method_getName(Method), object_getClass(id), class_getInstanceMethod(Class, SEL);
 IMP class_getMethodImplementation(Class, SEL), method_setImplementation(Method, IMP), method_getImplementation(Method);
 _Bool class_addMethod(Class, SEL, IMP, const char *);
-const char *class_getName(Class), *method_getTypeEncoding(Method);
-unsigned method_getNumberOfArguments(Method);
-void method_getArgumentType(Method, unsigned, char *, size_t);
+const char *method_getTypeEncoding(Method);

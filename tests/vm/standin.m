@@ -8,8 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 typedef unsigned long long NSUInteger;
-id MTLCreateSystemDefaultDevice(void);
-id MTLCopyAllDevices(void);
+id MTLCreateSystemDefaultDevice(void), MTLCopyAllDevices(void);
 
 #ifndef PROGRAM
 static const char *device_name = "Apple Paravirtual device";
@@ -19,14 +18,14 @@ static bool stock(long long f, long long apple) { return (f > 1000 && f <= apple
 #define FAMILY(type, answer) - (bool)supportsFamily:(type)f { return answer; }
 #define MEMORY(type, answer) - (type)maxThreadgroupMemoryLength { return answer; }
 DEVICE(Text, Object, - (const char *)UTF8String { return device_name; })
-DEVICE(Base, Object, - (id)name { return class_createInstance(objc_lookUpClass("Text"), 0); }
-       - (NSUInteger)recommendedMaxWorkingSetSize { return 12009340928ULL; } - (bool)hasUnifiedMemory { return true; }
-       FAMILY(long long, stock(f, 1005)) MEMORY(NSUInteger, 32768))
+DEVICE(Named, Object, - (id)name { return class_createInstance(objc_lookUpClass("Text"), 0); })
+DEVICE(Base, Named, FAMILY(long long, stock(f, 1005)) MEMORY(NSUInteger, 32768)
+       - (NSUInteger)recommendedMaxWorkingSetSize { return 12009340928ULL; })
 DEVICE(Ordinary, Base, FAMILY(long long, stock(f, 1005)) MEMORY(NSUInteger, 32768))
 DEVICE(Inheriting, Base, )
 DEVICE(BareMetal, Base, - (id)name { device_name = "Apple M1 Ultra"; return [super name]; })
-DEVICE(Nameless, Object, FAMILY(long long, stock(f, 1005)) MEMORY(NSUInteger, 32768))
-DEVICE(Lacking, Object, - (id)name { return class_createInstance(objc_lookUpClass("Text"), 0); } MEMORY(NSUInteger, 1))
+DEVICE(Nameless, Base, - (id)name { return nil; })
+DEVICE(Lacking, Named, MEMORY(NSUInteger, 1))
 DEVICE(Odd, Base, MEMORY(double, 32768))
 DEVICE(Narrow, Base, FAMILY(int, stock(f, 1005)))
 DEVICE(Enough, Base, FAMILY(long long, stock(f, 1009)) MEMORY(NSUInteger, 65536))
@@ -40,9 +39,8 @@ id MTLCreateSystemDefaultDevice(void) {
 id MTLCopyAllDevices(void) { return class_createInstance(objc_lookUpClass("List"), 0); }
 int sysctlbyname(const char *name, void *value, size_t *size, void *set, size_t length) {
     const char *text = getenv("HV_VMM");
-    if (set || length || strcmp(name, "kern.hv_vmm_present") || *size != sizeof(int)) return -1;
     *(int *)value = text ? atoi(text) : 1;
-    return 0;
+    return strcmp(name, "kern.hv_vmm_present") || *size != sizeof(int);
 }
 #else
 @interface Base : Object
@@ -53,22 +51,24 @@ static void *ask(void *unused) {
     Base *device = MTLCreateSystemDefaultDevice();
     return (void *)(long)([device supportsFamily:1009] ? [device maxThreadgroupMemoryLength] : 0);
 }
+static void show(Base *device, char end) { /* families 1009 and 1010, and the threadgroup memory */
+    for (int family = 1009; family <= 1010; family++)
+        if (class_getInstanceMethod(object_getClass(device), @selector(supportsFamily:)))
+            printf("%d", [device supportsFamily:family]);
+    printf(" %llu%c", [device maxThreadgroupMemoryLength], end);
+}
 int main(int count, char **arguments) {
     const char *what = count > 1 ? arguments[1] : "create";
-    pthread_t threads[16];
+    int threads = strcmp(what, "threads") ? 0 : 16;
+    pthread_t asking[16];
     void *answer;
     if (!strcmp(what, "idle")) return 3;
     if (!strcmp(what, "child")) return ask(NULL), system("env") != 0;
     if (!strcmp(what, "all")) MTLCopyAllDevices();
-    for (int i = 0; i < 16 && !strcmp(what, "threads"); i++) pthread_create(threads + i, NULL, ask, NULL);
-    for (int i = 0; i < 16 && !strcmp(what, "threads"); i++)
-        if (pthread_join(threads[i], &answer) || answer != (void *)65536L) return 1;
-    Base *both[] = {MTLCreateSystemDefaultDevice(), class_createInstance(objc_lookUpClass("Base"), 0)};
-    for (int i = 0; i < 2; i++) {
-        for (int family = 1009; family <= 1010; family++)
-            if (class_getInstanceMethod(object_getClass(both[i]), @selector(supportsFamily:)))
-                printf("%d", [both[i] supportsFamily:family]);
-        printf(" %llu%c", [both[i] maxThreadgroupMemoryLength], i ? '\n' : ' ');
-    }
+    for (int i = 0; i < threads; i++) pthread_create(asking + i, NULL, ask, NULL);
+    for (int i = 0; i < threads; i++)
+        if (pthread_join(asking[i], &answer) || answer != (void *)65536L) return 1;
+    show(MTLCreateSystemDefaultDevice(), ' ');
+    show(class_createInstance(objc_lookUpClass("Base"), 0), '\n');
 }
 #endif
