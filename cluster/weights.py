@@ -6,6 +6,7 @@ reading names and headers only. It loads no weights and never imports mlx. Calle
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
@@ -18,6 +19,7 @@ from typing import Any
 from cluster import demo
 from cluster.downloads import Progress, check_disk
 from cluster.errors import (
+    ClusterError,
     DamagedShard,
     DownloadFailed,
     HubUnreachable,
@@ -68,6 +70,29 @@ def resolve(model: str | None, *, cache: Path, progress: Progress) -> ResolvedMo
     folder = _download(model, progress)
     check_folder(folder)
     return ResolvedModel(model, folder)
+
+
+def config_only(model: str) -> Path:
+    """Where MODEL's config.json is: a folder here, the file itself, or the Hub's cache, into which it alone is fetched.
+
+    For planning before a download; no weights are needed. Raises a ClusterError that names the path or repository.
+    """
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix != ".json":
+            raise _wrong_format(f"{model} is a file", [path.name])
+        return path
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            check_folder(path)  # says why not
+        return path
+    if found := _in_lm_studio(model):
+        return found
+    if not REPOSITORY.fullmatch(model):
+        raise NoSuchModel(
+            f"{model} is neither a folder nor a Hugging Face name (PUBLISHER/MODEL).", hint=_nearest(model, path)
+        )
+    return _fetch_config(model)
 
 
 # ---------------------------------------------------------------- folders
@@ -213,15 +238,9 @@ def _download(repository: str, progress: Progress) -> Path:
         progress(label, total, total)
         return folder
     except GatedRepoError as error:
-        raise RepositoryGated(
-            f"{repository} is gated: its terms must be accepted first.",
-            hint=f"Accept them at https://huggingface.co/{repository}, then run `hf auth login` or set HF_TOKEN.",
-        ) from error
+        raise _gated(repository) from error
     except RepositoryNotFoundError as error:
-        raise RepositoryNotFound(
-            f"The Hugging Face Hub has no model {repository}, or it is private.",
-            hint=f"{_nearest(repository)} For a private one, run `hf auth login` or set HF_TOKEN.",
-        ) from error
+        raise _not_found(repository) from error
     except HFValidationError as error:
         raise NoSuchModel(f"{repository} is not a possible repository name.", hint=_nearest(repository)) from error
     except LocalEntryNotFoundError as error:
@@ -231,6 +250,53 @@ def _download(repository: str, progress: Progress) -> Path:
             f"The download of {repository} broke off: {_first_line(error)}",
             hint="Run the same command again; files that had arrived in full are kept.",
         ) from error
+
+
+def _fetch_config(repository: str) -> Path:
+    """The cached snapshot if its weights are complete, else its config.json alone, fetched if need be."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        path = Path(hf_hub_download(repository, "config.json", etag_timeout=HUB_TIMEOUT_S))
+    except GatedRepoError as error:
+        raise _gated(repository) from error
+    except RepositoryNotFoundError as error:
+        raise _not_found(repository) from error
+    except HFValidationError as error:
+        raise NoSuchModel(f"{repository} is not a possible repository name.", hint=_nearest(repository)) from error
+    except LocalEntryNotFoundError as error:
+        raise _unreachable(repository, error) from error
+    except EntryNotFoundError as error:
+        raise NotAModelFolder(f"{repository} has no config.json, so it is not a model in MLX format.") from error
+    if not isinstance(try_to_load_from_cache(repository, "hf_quant_config.json"), str):
+        with contextlib.suppress(EntryNotFoundError, OSError):  # only some exports have it
+            hf_hub_download(repository, "hf_quant_config.json", etag_timeout=HUB_TIMEOUT_S)
+    try:
+        check_folder(path.parent)
+    except ClusterError:
+        return path
+    return path.parent
+
+
+def _gated(repository: str) -> RepositoryGated:
+    return RepositoryGated(
+        f"{repository} is gated: its terms must be accepted first.",
+        hint=f"Accept them at https://huggingface.co/{repository}, then run `hf auth login` or set HF_TOKEN.",
+    )
+
+
+def _not_found(repository: str) -> RepositoryNotFound:
+    return RepositoryNotFound(
+        f"The Hugging Face Hub has no model {repository}, or it is private.",
+        hint=f"{_nearest(repository)} For a private one, run `hf auth login` or set HF_TOKEN.",
+    )
 
 
 def _from_cache(repository: str, cause: Exception) -> Path:

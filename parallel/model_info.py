@@ -11,6 +11,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import load_model as load_lazily
 
-from parallel import tensor, wire
+from parallel import pipeline, tensor, wire
 from parallel.blueprint import build, bytes_of, context_of, dtype_of, family_of, layer_prefix, part
 from parallel.engine import kv
 
@@ -29,13 +30,6 @@ PROBE_TOKENS = 8
 EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|embedding|embed)\.")
 HEADS = re.compile(r"(^|\.)(lm_head|embed_out|output)\.")
 WIRE_DTYPE_BYTES = {"muse_spark": 4}  # its residual stream is float32 whatever the weights are
-
-PIPELINE = frozenset(
-    """
-    deepseek_v3 deepseek_v32 gemma3_text glm4_moe glm4_moe_lite gpt_oss kimi_k25 llama longcat_flash minimax ministral3
-    mistral3 mistral4 mixtral muse_glimmer muse_spark qwen2 qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next step3p5
-    """.split()
-)
 
 
 def describe(source: Path) -> wire.ModelInfo:
@@ -68,9 +62,10 @@ def describe(source: Path) -> wire.ModelInfo:
         widest=widest_of(model),
         wire=hidden * WIRE_DTYPE_BYTES.get(family, 4 if dtype == "float32" else 2),
         context=context_of(config),
-        tensor=[tensor_size(model, make, ranks) for ranks in tensor.SIZES],
-        pipeline=why_no_stage(family),
+        tensor=tensor_sizes(model, make),
+        pipeline=pipeline.why_not(config),
         measured=measured,
+        parameters=parameters_of(model),
     )
 
 
@@ -86,19 +81,16 @@ def read_config(source: Path) -> dict[str, Any]:
     return config
 
 
-def why_no_stage(family: str) -> str:
-    """Why a model of this family cannot be cut into pipeline stages, "" if it can."""
-    return "" if family in PIPELINE else f"{family} was never tried as pipeline stages"
-
-
-def tensor_size(model: Any, make: Any, ranks: int) -> wire.TensorSize:
-    """Whether tensor parallel on `ranks` ranks is possible, and what each then holds."""
-    if problems := tensor.reasons(model, ranks):
-        return wire.TensorSize(ranks, problems)
+def tensor_sizes(model: Any, make: Callable[[], Any]) -> list[wire.TensorSize]:
+    """For 2 to 8 ranks, whether tensor parallel is possible, and what each rank then holds."""
+    known = tensor.needs(model)
+    refused = {ranks: tensor.reasons(model, ranks, known) for ranks in tensor.SIZES}
+    able = [ranks for ranks, problems in refused.items() if not problems]
     try:
-        return wire.TensorSize(ranks, [], tensor.rank_bytes(make, ranks))
+        held = tensor.rank_bytes(model, make, able) if able else {}
     except tensor.SplitError as error:
-        return wire.TensorSize(ranks, [str(error)])
+        held, refused = {}, {ranks: problems or [str(error)] for ranks, problems in refused.items()}
+    return [wire.TensorSize(ranks, problems, held.get(ranks, 0)) for ranks, problems in refused.items()]
 
 
 # ---------------------------------------------------------------- layers
@@ -167,6 +159,16 @@ def kv_heads_of(layer: Any) -> int:
         for attribute in ("n_kv_heads", "num_kv_heads", "num_key_value_heads", "num_k_heads"):
             found = found or getattr(module, attribute, None) or 0
     return int(found)
+
+
+def parameters_of(model: Any) -> int:
+    """How many weights the model has, packed ones unpacked; scales and biases of packing do not count."""
+    total = 0
+    for module in model.modules():
+        for name, value in module.items():
+            if isinstance(value, mx.array) and not (hasattr(module, "bits") and name in ("scales", "biases")):
+                total += value.size * 32 // module.bits if name == "weight" and hasattr(module, "bits") else value.size
+    return int(total)
 
 
 def widest_of(model: Any) -> int:

@@ -7,11 +7,13 @@ every one is looked for here, on the built model, before `shard()` touches it. `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from parallel.blueprint import build, bytes_of, family_of
@@ -88,8 +90,23 @@ def target(model: Any) -> Any:
     return found if hasattr(found, "shard") else None
 
 
-def reasons(model: Any, ranks: int) -> list[str]:
-    """As `why_not`, for a built model."""
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A count that the number of ranks must divide; `repeats`: it may divide that number instead.
+
+    `refusal` is a sentence with {} for the number of ranks.
+    """
+
+    count: int
+    refusal: str
+    repeats: bool = False
+
+    def even(self, ranks: int) -> bool:
+        return self.count % ranks == 0 or (self.repeats and ranks % self.count == 0)
+
+
+def reasons(model: Any, ranks: int, known: Sequence[Need] | None = None) -> list[str]:
+    """As `why_not`, for a built model. `known` are its `needs`, where the caller has them already."""
     family = family_of(model)
     if target(model) is None:
         return [f"mlx-lm cannot cut {family} by width (it has no shard())"]
@@ -97,63 +114,60 @@ def reasons(model: Any, ranks: int) -> list[str]:
         return [f"cutting {family} by width was never tried here"]
     if ranks not in SIZES:
         return [f"tensor parallel is for {SIZES.start} to {SIZES.stop - 1} ranks, not {ranks}"]
-    return list(dict.fromkeys(_uneven(model, ranks)))  # each once, not once per layer
+    found = needs(model) if known is None else known
+    return [need.refusal.format(ranks) for need in found if not need.even(ranks)]
 
 
 # ---------------------------------------------------------------- the checks
 
 
-def _uneven(model: Any, ranks: int) -> Iterator[str]:
-    family = family_of(model)
-    yield from _vocabulary(model, family, ranks)
+def needs(model: Any) -> list[Need]:
+    """Everything that must come out even, each once and not once per layer; heads first."""
+    family, repeats = family_of(model), family_of(model) in REPEATS_KV_HEADS
+    heads: dict[Need, None] = {}
+    widths: dict[Need, None] = dict.fromkeys(_vocabulary(model, family))
     for layer in model.layers:
         for path, module in layer.named_modules():
             name = path.rpartition(".")[2]
             if "Indexer" not in type(module).__name__:  # replicated, its heads too
-                yield from _heads(module, ranks, repeats=family in REPEATS_KV_HEADS)
+                heads |= dict.fromkeys(_heads(module, repeats))
             if "weight" not in module:
                 continue
             parts = isinstance(module, nn.Linear) and name in PARTS_OF_FEW_TOKENS  # packed ones stay whole
             if name in ROW_PARALLEL:
-                yield from _input(path, module, ranks)
+                widths[_input(path, module)] = None
             elif name in COLUMN_PARALLEL or parts:
-                yield from _even(module.weight.shape[-2], ranks, f"the output of {path}")
+                width = int(module.weight.shape[-2])
+                widths[Need(width, f"the output of {path} is {width} wide, which does not divide by {{}}")] = None
+    return [*heads, *widths]
 
 
-def _heads(module: Any, ranks: int, *, repeats: bool) -> Iterator[str]:
+def _heads(module: Any, repeats: bool) -> Iterator[Need]:
     for attribute, what in HEADS.items():
         count = getattr(module, attribute, None)
-        if not isinstance(count, int) or count % ranks == 0:
-            continue
-        if repeats and what == "KV heads" and ranks % count == 0:
-            continue
-        yield f"{count} {what} do not divide by {ranks}"
+        if isinstance(count, int):
+            yield Need(count, f"{count} {what} do not divide by {{}}", repeats and what == "KV heads")
 
 
-def _input(path: str, module: Any, ranks: int) -> Iterator[str]:
+def _input(path: str, module: Any) -> Need:
     if not hasattr(module, "group_size"):
-        yield from _even(module.weight.shape[-1], ranks, f"the input of {path}")
-        return
-    groups = module.scales.shape[-1]
-    if groups % ranks:
-        width = groups * module.group_size
-        yield (
-            f"the input of {path} is {width} wide, {groups} quantisation groups of {module.group_size}, "
-            f"which do not divide by {ranks}"
-        )
+        width = int(module.weight.shape[-1])
+        return Need(width, f"the input of {path} is {width} wide, which does not divide by {{}}")
+    groups, size = int(module.scales.shape[-1]), module.group_size
+    wide = f"the input of {path} is {groups * size} wide, {groups} quantisation groups of {size}"
+    return Need(groups, f"{wide}, which do not divide by {{}}")
 
 
-def _vocabulary(model: Any, family: str, ranks: int) -> Iterator[str]:
+def _vocabulary(model: Any, family: str) -> Iterator[Need]:
     """Only two families cut the head; the others keep it whole on every rank."""
+    head = None
     if family == "muse_spark":
-        yield from _even(model.lm_head.weight.shape[0], ranks, "the vocabulary")
-    elif family in REPEATS_KV_HEADS and "lm_head" in model.language_model:
-        yield from _even(model.language_model.lm_head.weight.shape[0], ranks, "the vocabulary")
-
-
-def _even(width: int, ranks: int, what: str) -> Iterator[str]:
-    if width % ranks:
-        yield f"{what} is {width} wide, which does not divide by {ranks}"
+        head = model.lm_head
+    elif family in REPEATS_KV_HEADS:
+        head = model.language_model.get("lm_head")
+    if head is not None:
+        width = int(head.weight.shape[0])
+        yield Need(width, f"a vocabulary of {width} tokens does not divide by {{}}")
 
 
 # ---------------------------------------------------------------- what a rank would hold
@@ -172,18 +186,23 @@ class _Ranks:
         return 0
 
 
-def rank_bytes(make: Callable[[], Any], ranks: int) -> int:
-    """The bytes of weights on each of `ranks` ranks, by cutting an unevaluated model that `make` builds.
+def rank_bytes(whole: Any, make: Callable[[], Any], sizes: Sequence[int]) -> dict[int, int]:
+    """The bytes of weights on each rank, per number of ranks in `sizes`, all of which `reasons` let through.
 
-    Raises SplitError with mlx-lm's own words where its `shard()` refuses what `reasons` let through.
+    `shard()` is tried for the largest of them on an unevaluated twin of `whole` that `make` builds: its shapes show
+    what was cut. Raises SplitError with mlx-lm's own words where it refuses.
     """
-    model = make()
-    apart = _take_experts(model) if family_of(model) == "muse_spark" else 0
+    largest = max(sizes)
+    twin = make()
+    experts = _take_experts(twin) if family_of(twin) == "muse_spark" else 0
     try:
-        target(model).shard(_Ranks(ranks))
+        target(twin).shard(_Ranks(largest))
     except (ValueError, AssertionError, ZeroDivisionError, TypeError, IndexError, KeyError) as error:
-        raise SplitError(f"mlx-lm's shard() refuses {ranks} ranks: {error}") from error
-    return bytes_of(model.parameters()) + apart // ranks
+        raise SplitError(f"mlx-lm's shard() refuses {largest} ranks: {error}") from error
+    cut = {path: array.nbytes for path, array in tree_flatten(twin.parameters())}
+    before = [(array.nbytes, cut[path]) for path, array in tree_flatten(whole.parameters()) if path in cut]
+    # an array is whole on every rank, cut evenly, or cut into fewer parts than ranks (repeated KV heads)
+    return {n: sum(max(-(-size // n), part) for size, part in before) + -(-experts // n) for n in sizes}
 
 
 def _take_experts(model: Any) -> int:
