@@ -61,7 +61,7 @@ def host_names(*, timeout_s: float = BROWSE_S) -> list[str]:
 
 
 def browse(*, timeout_s: float = BROWSE_S) -> list[Found]:
-    """Who advertises ssh by multicast DNS within `timeout_s`, by name. Empty too where there is no network."""
+    """Who advertises ssh by multicast DNS within `timeout_s`, one entry per name. Empty too without a network."""
     try:
         zeroconf = Zeroconf(ip_version=IPVersion.V4Only)
     except OSError:
@@ -73,7 +73,7 @@ def browse(*, timeout_s: float = BROWSE_S) -> list[Found]:
         found = [entry for name in heard.names() if (entry := _resolve(zeroconf, name)) is not None]
     finally:
         zeroconf.close()
-    return merge(sorted(found, key=lambda machine: machine.name))
+    return sorted({machine.name: machine for machine in found}.values(), key=lambda machine: machine.name)
 
 
 class _Heard(ServiceListener):

@@ -18,7 +18,7 @@ from cluster import mac_outputs as read
 from cluster.errors import ClusterError, CommandTimedOut, HostUnreachable, RecordingUnreadable
 from cluster.hosts import Host, RdmaDevice, Unreachable, Unread, Versions
 from cluster.recording import BATCH_SSH, RecordingShell, write_recording
-from cluster.ssh import MISSING, NOT_RECORDED, RecordedShell, Result, Shell, batch_login, on_all, open_shell
+from cluster.ssh import MISSING, NOT_RECORDED, RecordedShell, Result, Runner, batch_login, on_all, open_shell
 from cluster.vm.facts import virtual_machine
 
 COMMAND_S = 20.0
@@ -103,7 +103,7 @@ def probe_hosts(
                 return probe(shell, name, python=python, batch_ssh=batch_login(name))
             recorded[name] = RecordingShell(shell, commands(python))
             said = batch_login(name)
-            recorded[name].note(BATCH_SSH, Result(255 if said else 0, err=said))
+            recorded[name].said[BATCH_SSH] = Result(255 if said else 0, err=said)
             return probe(recorded[name], name, python=python, batch_ssh=said, everything=True)
 
     outcomes = on_all(names, look)
@@ -141,7 +141,7 @@ def _recorded_words(shell: RecordedShell) -> str:
     return "" if said.ok or said.err == NOT_RECORDED else " ".join(said.err.split())
 
 
-def probe(shell: Shell, name: str, *, python: str = PYTHON, batch_ssh: str = "", everything: bool = False) -> Host:
+def probe(shell: Runner, name: str, *, python: str = PYTHON, batch_ssh: str = "", everything: bool = False) -> Host:
     """One host. `everything` also runs what is only worth recording. Raises HostUnreachable when it stops answering.
 
     `python` is the interpreter of its ranks; `batch_ssh` what `ssh.batch_login` said.
@@ -156,7 +156,7 @@ def probe(shell: Shell, name: str, *, python: str = PYTHON, batch_ssh: str = "",
     return Host(name=name, ssh=name, system=system, batch_ssh=batch_ssh, unread=tuple(asked.unread), **facts)
 
 
-def identity(shell: Shell) -> tuple[str, str]:
+def identity(shell: Runner) -> tuple[str, str]:
     """The hardware UUID and the model of a host: enough to know it again. "" for what it does not tell."""
     asked = _Asked(shell, commands())
     if asked.first("uname").strip() == "Linux":
@@ -171,7 +171,7 @@ def identity(shell: Shell) -> tuple[str, str]:
 class _Asked:
     """The answers of one host; what gave none is noted in `unread`."""
 
-    def __init__(self, shell: Shell, table: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, shell: Runner, table: Mapping[str, Sequence[str]]) -> None:
         self._shell = shell
         self._table = table
         self._until = time.monotonic() + HOST_S

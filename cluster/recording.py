@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import FolderUnusable
-from cluster.ssh import COMMAND_S, Result, Shell
+from cluster.ssh import COMMAND_S, Result, Runner
 
 BATCH_SSH = "batch_ssh"  # not a command on the host: what the system's ssh said on the way there
 HEX = "0-9A-Fa-f"
@@ -39,7 +39,7 @@ SHARED_FOLDERS = ("Shared",)
 class RecordingShell:
     """A shell that keeps what every named command said, in `said`."""
 
-    def __init__(self, shell: Shell, commands: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, shell: Runner, commands: Mapping[str, Sequence[str]]) -> None:
         self.name = shell.name
         self.said: dict[str, Result] = {}
         self._shell = shell

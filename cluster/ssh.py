@@ -54,13 +54,17 @@ class Result:
         return self.rc == 0
 
 
-class Shell(Protocol):
+class Runner(Protocol):
     """A machine on which commands run. `name` is how ssh knows it."""
 
     name: str
 
     def run(self, argv: Sequence[str], timeout_s: float = COMMAND_S) -> Result:
         """Run a program, in the home folder, with no input. Raises CommandTimedOut, HostUnreachable."""
+
+
+class Shell(Runner, Protocol):
+    """A machine on which commands run, to and from which files are copied. A context manager."""
 
     def put(self, local: Path, remote: str) -> None:
         """Copy a file there, with its mode, whole or not at all. Raises CopyFailed, HostUnreachable."""

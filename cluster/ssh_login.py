@@ -114,7 +114,7 @@ def _connect(settings: Settings, limit: float) -> tuple[socket.socket, subproces
     if command is not None:
         ours, theirs = socket.socketpair()
         with theirs:
-            proxy = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL)
+            proxy = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL)
         return ours, proxy
     where = f"{settings.hostname} port {settings.port}"
     try:
@@ -157,6 +157,8 @@ def _negotiate(
 ) -> None:
     try:
         transport.start_client(timeout=limit)
+        if not transport.initial_kex_done:  # it also returns, without a word, when the time is up
+            raise TimeoutError
     except (paramiko.SSHException, EOFError, OSError) as error:
         through = ""
         if proxy is not None:
@@ -220,7 +222,7 @@ def fingerprint(key: paramiko.PKey) -> str:
 
 
 class _Agent(AgentSSH):
-    """The ssh agent at a socket."""
+    """The ssh agent at a socket: paramiko's own class knows only the one in the environment."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -228,7 +230,7 @@ class _Agent(AgentSSH):
         connection.settimeout(SSH_CONFIG_S)
         try:
             connection.connect(path)
-            self._connect(connection)
+            self._connect(connection)  # type: ignore[attr-defined]
         except (OSError, paramiko.SSHException):
             connection.close()
             raise
@@ -279,7 +281,7 @@ def _agent(settings: Settings) -> Iterator[list[AgentKey]]:
     try:
         yield list(agent.get_keys())
     finally:
-        agent._close()
+        agent._close()  # type: ignore[attr-defined]
 
 
 def _keys(settings: Settings, agent_keys: list[AgentKey], locked: list[Path]) -> Iterator[paramiko.PKey]:

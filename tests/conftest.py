@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from netns.machines import network as network  # the fixture
 
 from cluster.paths import Folders
 
