@@ -45,8 +45,8 @@ def virtual_machine(hv_vmm: str, hw_model: str, metal_device: str = "", cpu_bran
 
     With or without the "name: " that sysctl puts before a value. None for bare metal and for outputs that say nothing.
     """
-    present, model, brand = (text.strip().rpartition(": ")[2] for text in (hv_vmm, hw_model, cpu_brand))
-    device = metal_device.strip()
+    texts = (hv_vmm, hw_model, metal_device, cpu_brand)
+    present, model, device, brand = (text.strip().rpartition(": ")[2] for text in texts)
     signs = {
         f"kern.hv_vmm_present is {present}": present == "1",
         f"hw.model is {model}": model.startswith("VirtualMac"),

@@ -42,8 +42,7 @@ SETTINGS += [("1", 1009, memory, "MEMORY is not a number") for memory in ("", "6
 
 
 @pytest.fixture(autouse=True)
-def no_preload(monkeypatch):
-    """The layer is preloaded too: it must not meet the BLAS that the suite itself runs with."""
+def without_the_blas_that_the_suite_itself_preloads(monkeypatch):
     monkeypatch.delenv("LD_PRELOAD", raising=False)
 
 
