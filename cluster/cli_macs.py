@@ -84,7 +84,7 @@ def _plain(value: Any) -> Any:
 def tell_unreachable(unreachable: Sequence[Unreachable]) -> None:
     """One line on stderr per Mac that could not be looked at, with what to type."""
     for host in unreachable:
-        typer.echo(f"{host.name}: {host.reason}", err=True)
+        typer.echo(host.reason if host.name in host.reason else f"{host.name}: {host.reason}", err=True)
         if host.hint:
             typer.echo(f"  {host.hint}", err=True)
 

@@ -42,22 +42,21 @@ class Found:
 
 
 def discover(configured: Sequence[str], *, timeout_s: float = BROWSE_S) -> list[Found]:
-    """Who is there, one entry per machine: those named first. Empty if nobody is."""
+    """Who is there, one entry per machine: those named first. Raises NoHosts when there is nobody."""
     heard = browse(timeout_s=timeout_s)
     named = [Found(name, configured=True) for name in configured]
-    return merge(_identified([*named, *heard]))
-
-
-def host_names(*, timeout_s: float = BROWSE_S) -> list[str]:
-    """Names of the machines that Bonjour finds, one per machine. Raises NoHosts when there is none."""
-    found = discover([], timeout_s=timeout_s)
-    if not found:
+    if not named and not heard:
         raise NoHosts(
             f"No Mac was found on this network within {timeout_s:.0f} s.",
             hint="Switch on Remote Login on the Macs, or name them: --hosts a,b,c. If they are on, allow this terminal "
             "under System Settings > Privacy & Security > Local Network.",
         )
-    return [machine.name for machine in found]
+    return merge(_identified([*named, *heard]))
+
+
+def host_names(*, timeout_s: float = BROWSE_S) -> list[str]:
+    """Names of the machines that Bonjour finds, one per machine. Raises NoHosts when there is none."""
+    return [machine.name for machine in discover([], timeout_s=timeout_s)]
 
 
 def browse(*, timeout_s: float = BROWSE_S) -> list[Found]:
