@@ -21,7 +21,7 @@ name, server, *addresses = sys.argv[1:]
 zeroconf = Zeroconf(ip_version=IPVersion.V4Only)
 packed = [socket.inet_aton(address) for address in addresses]
 info = ServiceInfo("_ssh._tcp.local.", f"{name}._ssh._tcp.local.", 22, addresses=packed, server=f"{server}.local.")
-zeroconf.register_service(info)
+zeroconf.register_service(info, cooperating_responders=True)  # does not wait to see whether the name is taken
 print("advertised", flush=True)
 threading.Event().wait()
 """

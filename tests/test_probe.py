@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -265,6 +266,7 @@ def test_damaged_outputs_never_raise(tmp_path, seed):
 # ---------------------------------------------------------------- this machine
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own files")
 def test_this_linux_is_probed_sensibly():
     host = probe.probe(LocalShell(), "here")
     total = int(re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
