@@ -75,6 +75,7 @@ def load_shard(folder: Path, group: Any, progress: Progress = _no_progress) -> t
         array = mx.contiguous(array)  # a slice along the first axis would hold on to all of what it was cut from
         mx.eval(array)
         model.update(tree_unflatten([(name, array)]))
+        mx.clear_cache()  # what the whole tensor took goes back to the system
         done += array.nbytes
         progress(done, total)
     model.eval()

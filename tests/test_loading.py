@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from architectures import blank, config_of, draw
@@ -182,6 +183,24 @@ def test_the_stages_of_a_folder_keep_what_sanitizing_gave_them(tmp_path):
     logits = last(first(TOKENS, cache=first.make_cache()), cache=last.make_cache())
     assert mx.array_equal(logits, whole(TOKENS, cache=make_prompt_cache(whole)))
     assert "model.embed_tokens.weight" in dict(tree_flatten(last.parameters()))
+
+
+def test_some_files_of_a_quantised_model_load_as_a_stage(tmp_path):
+    model = blank(LLAMA)
+    nn.quantize(model, group_size=32, bits=4)
+    config = LLAMA | {"quantization": {"group_size": 32, "bits": 4}}
+    folder_of(tmp_path / "all", config, {})
+    folder_of(tmp_path / "some", config, {})
+    for name, weights in split_in_two(dict(tree_flatten(model.parameters()))).items():
+        mx.save_safetensors(str(tmp_path / "all" / name), weights, metadata={"format": "mlx"})
+    mx.save_safetensors(str(tmp_path / "some" / name), weights, metadata={"format": "mlx"})
+    loaded = [loading.load_stage(tmp_path / folder, 8, 16)[0] for folder in ("all", "some")]
+    inputs = mx.ones((1, 5, 128))
+    ours, expected = (stage(inputs, cache=stage.make_cache()) for stage in loaded)
+    assert mx.array_equal(ours, expected)
+    assert (
+        bytes_of(loaded[1].parameters()) < bytes_of(in_layers(dict(tree_flatten(blank(LLAMA).parameters())), 8, 16)) / 3
+    )
 
 
 # ---------------------------------------------------------------- a shard

@@ -10,6 +10,7 @@ from typing import Any
 
 import matrix
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from architectures import build, config_of
@@ -235,6 +236,19 @@ def test_one_stage_of_all_layers_is_the_whole_model():
     tokens = mx.array([[1, 2, 3]])
     stage = pipeline.Stage(build("gemma3_text"), 0, 6)
     assert mx.array_equal(stage(tokens, cache=stage.make_cache()), build("gemma3_text")(tokens))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_stages_of_quantised_weights_are_the_quantised_model(name):
+    def quantised() -> Any:
+        model = build(name)
+        nn.quantize(model, group_size=32, bits=4, class_predicate=lambda _, module: hasattr(module, "to_quantized"))
+        return model
+
+    first, last = pipeline.Stage(quantised(), 0, 2), pipeline.Stage(quantised(), 2, 6)
+    tokens = mx.array([[5, 6, 7, 8]])
+    logits = last(first(tokens, cache=first.make_cache()), cache=last.make_cache())
+    assert mx.array_equal(logits, quantised()(tokens))
 
 
 # ---------------------------------------------------------------- what enters a stage
