@@ -29,14 +29,15 @@ def away(unreachable: Sequence[Unreachable]) -> Iterator[Finding]:
 def reach(group: Group) -> Iterator[Finding]:
     """Can mlx.launch's ssh get in, and did the commands that matter answer."""
     for host in group.hosts:
-        if _is_local_network(host.batch_ssh):
-            yield _local_network(host.name, host.batch_ssh)
-        elif host.batch_ssh:
+        said = host.batch_ssh or ""  # None: not tried
+        if _is_local_network(said):
+            yield _local_network(host.name, said)
+        elif said:
             yield on_host(
                 f"ssh:{host.name}",
                 host,
                 group.many,
-                f"`ssh -o BatchMode=yes {host.ssh} true` says: {host.batch_ssh}",
+                f"`ssh -o BatchMode=yes {host.ssh} true` says: {said}",
                 "mlx.launch starts the ranks with the system's ssh, and that must not have to ask anything.",
                 f"Type `ssh-copy-id {host.ssh}`, then `ssh {host.ssh}` once and accept its key.",
             )
@@ -44,12 +45,12 @@ def reach(group: Group) -> Iterator[Finding]:
         for unread in host.unread:
             if unread.command in ESSENTIAL and host.virtual is None:
                 reasons.setdefault(unread.command, []).append(unread.reason)
-        for command, said in reasons.items():
+        for command, all_said in reasons.items():
             yield on_host(
                 f"unread:{host.name}:{command}",
                 host,
                 False,
-                f"{command}: {'; '.join(said)}",
+                f"{command}: {'; '.join(all_said)}",
                 "What this command tells is missing from what follows.",
                 f"Look at it by hand: `ssh {host.ssh}`; if it stays odd, `cluster probe --hosts {host.ssh} --save DIR` "
                 "records it for a bug report.",
