@@ -50,7 +50,7 @@ def hosts_table(hosts: Sequence[Host]) -> Table:
         "mlx": [host.versions.mlx for host in hosts],
         "mlx-lm": [host.versions.mlx_lm for host in hosts],
         "cluster": [host.versions.cluster for host in hosts],
-        "ssh -o BatchMode": [host.batch_ssh or "ok" for host in hosts],
+        "ssh -o BatchMode": [host.batch_ssh for host in hosts],
         "not read": ["\n".join(f"{unread.command}: {unread.reason}" for unread in host.unread) for host in hosts],
     }
     for title, cells in rows.items():

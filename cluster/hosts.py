@@ -104,10 +104,10 @@ class Unread:
 class Host:
     """One machine. `name` is how the user calls it, `ssh` what goes into a hostfile; `uuid` its hardware UUID.
 
-    Sizes in bytes. `wired_limit_mb` 0 is macOS's own default. `rdma_enabled` is what `rdma_ctl status` says (None: there
-    is no such tool); believe ports and devices before it. `bridge_members` are the interfaces of bridge0, and
-    `bridge_up` whether it is up. `interfaces` maps each hardware port's name to its device. `batch_ssh` is "" when the
-    system's own ssh gets in without a question, else what it said.
+    Sizes in bytes. `wired_limit_mb` 0 is macOS's own default. `rdma_enabled` is what `rdma_ctl status` says (None: no
+    such tool); believe ports and devices before it. `bridge_members` are the interfaces of bridge0, and `bridge_up`
+    whether it is up. `interfaces` maps each hardware port's name to its device. `batch_ssh` is "" when the system's own
+    ssh gets in without a question, else what it said ("" too in a recording without it).
     """
 
     name: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,17 @@ from cluster import mac_outputs as read
 from cluster.errors import ClusterError, CommandTimedOut, HostUnreachable, RecordingUnreadable
 from cluster.hosts import Host, RdmaDevice, Unreachable, Unread, Versions
 from cluster.recording import BATCH_SSH, RecordingShell, write_recording
-from cluster.ssh import MISSING, NOT_RECORDED, RecordedShell, Result, Runner, batch_login, on_all, open_shell
+from cluster.ssh import (
+    LOCAL_NAMES,
+    MISSING,
+    NOT_RECORDED,
+    RecordedShell,
+    Result,
+    Runner,
+    batch_login,
+    on_all,
+    open_shell,
+)
 from cluster.vm.facts import virtual_machine
 
 COMMAND_S = 20.0
@@ -98,11 +109,12 @@ def probe_hosts(
 
     def look(name: str) -> Host:
         with open_shell(name) as shell:
-            python = (pythons or {}).get(name, PYTHON)
+            local = name in LOCAL_NAMES  # there, mlx.launch needs no ssh, and ranks run on this interpreter
+            python = (pythons or {}).get(name, sys.executable if local else PYTHON)
+            said = "" if local else batch_login(name)
             if save is None:
-                return probe(shell, name, python=python, batch_ssh=batch_login(name))
+                return probe(shell, name, python=python, batch_ssh=said)
             recorded[name] = RecordingShell(shell, commands(python))
-            said = batch_login(name)
             recorded[name].said[BATCH_SSH] = Result(255 if said else 0, err=said)
             return probe(recorded[name], name, python=python, batch_ssh=said, everything=True)
 
@@ -138,7 +150,7 @@ def probe_recorded(folder: Path) -> list[Host]:
 
 def _recorded_words(shell: RecordedShell) -> str:
     said = shell.run(commands()[BATCH_SSH])
-    return "" if said.ok or said.err == NOT_RECORDED else " ".join(said.err.split())
+    return "" if said.err == NOT_RECORDED else " ".join(said.err.split())
 
 
 def probe(shell: Runner, name: str, *, python: str = PYTHON, batch_ssh: str = "", everything: bool = False) -> Host:
@@ -214,9 +226,9 @@ class _Asked:
         if result.rc == MISSING and result.err == NOT_RECORDED:
             return None
         if not result.ok and (result.rc == MISSING or name not in FAILURE_TELLS):
-            words = " ".join((result.err or result.out).split()[-40:])
+            last = ((result.err or result.out).strip().splitlines() or [""])[-1]
             missing = f"there is no {self._table[name][0]}" if result.rc == MISSING else ""
-            self.note(name, missing or words or f"status {result.rc}")
+            self.note(name, missing or last.strip() or f"status {result.rc}")
         return result
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import random
 import re
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -289,6 +291,12 @@ def test_the_interpreter_of_the_ranks_is_the_one_that_is_asked(tmp_path):
 # ---------------------------------------------------------------- machines behind ssh
 
 
+def test_this_machine_by_its_own_name_is_probed_with_this_interpreter_and_without_ssh():
+    (host,), away = probe_hosts(["localhost"])
+    assert (host.versions.python, host.batch_ssh, away) == (platform.python_version(), "", [])
+    assert host.versions.mlx == metadata.version("mlx")
+
+
 def without_ssh(host: Host) -> Host:
     """What a replay and a machine made of the same recording have in common."""
     return replace(
@@ -309,6 +317,7 @@ def test_machines_behind_ssh_give_the_same_hosts_as_their_recording(network: Net
     assert "firewall" in {unread.command for unread in seen[0].unread}  # Linux lacks that one
     again = probe_recorded(tmp_path / "saved")
     assert [host.name for host in again] == ["host-1", "host-2", "host-3", "host-4"]
+    assert {host.batch_ssh for host in again} == {""}
     assert [len(host.ports) for host in again] == [len(host.ports) for host in seen]
 
 
