@@ -16,6 +16,7 @@ import typer
 
 from cluster.config import load_config
 from cluster.errors import BadSetting
+from cluster.hostfile import Hostfile
 from cluster.hosts import Host, Unreachable
 
 CONFIG_FILE = Path("cluster.yaml")
@@ -224,8 +225,8 @@ def hostfile_command(
     if output is not None:
         hostfiles.write(joined.hostfile, output)
     if as_json_:
-        typer.echo(as_json({"hostfile": joined.hostfile, "notes": joined.notes, "subset": joined.subset,
-                            "blocking": blocking, "file": output and str(output)}))  # fmt: skip
+        shown = {"hostfile": joined.hostfile, "notes": joined.notes, "subset": joined.subset, "blocking": blocking}
+        typer.echo(as_json(shown | {"file": str(output) if output else None}))
         return
     if output is None:
         typer.echo(hostfiles.dump(joined.hostfile), nl=False)
@@ -245,10 +246,8 @@ def check_command(
     as_json_: AsJson = False,
 ) -> None:
     """Whether a hostfile is right, all faults at once. Exit code 1 if not."""
-    from cluster import backend as backends
     from cluster import hostfile as hostfiles
     from cluster.errors import HostfileInvalid
-    from cluster.topology import topology
 
     faults: list[str] = []
     notes: list[str] = []
@@ -256,12 +255,7 @@ def check_command(
         read = hostfiles.read(file)
         notes = hostfiles.notes(read)
         if live or recorded is not None:
-            seen, unreachable = look(",".join(dict.fromkeys(entry.ssh for entry in read.hosts)) if live else None,
-                                     None, recorded)  # fmt: skip
-            faults = [f"{away.name}: {away.reason}" for away in unreachable]
-            away_names = {away.name for away in unreachable}
-            faults += [fault for fault in backends.compare(read, topology(seen))
-                       if fault.partition(":")[0] not in away_names]  # fmt: skip
+            faults = _against_facts(read, recorded)
         if faults and not as_json_:
             raise HostfileInvalid(str(file), faults)
     except HostfileInvalid as error:
@@ -274,6 +268,20 @@ def check_command(
     typer.echo(f"{file}: {read.backend or 'no backend named'}, {len(read.hosts)} ranks, no faults.")
     for note in notes:
         typer.echo(f"note: {note}", err=True)
+
+
+def _against_facts(read: Hostfile, recorded: Path | None) -> list[str]:
+    """What a hostfile says that is not so: of its hosts as they are now, or as recorded."""
+    from cluster.backend import compare
+    from cluster.topology import topology
+
+    names = ",".join(dict.fromkeys(entry.ssh for entry in read.hosts))
+    seen, unreachable = look(None if recorded else names, None, recorded)
+    away = {host.name: host.reason for host in unreachable}
+    compared = compare(read, topology(seen))
+    return [f"{name}: {reason}" for name, reason in away.items()] + [
+        fault for fault in compared if fault.partition(":")[0] not in away
+    ]
 
 
 def chosen(seen: list[Host], only: str | None) -> list[Host]:

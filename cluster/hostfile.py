@@ -102,8 +102,8 @@ def notes(hostfile: Hostfile) -> list[str]:
     if hostfile.backend == "jaccl" and counts and len(set(counts.values())) > 1:
         least = min(counts.values())
         few = ", ".join(f"{hosts[i].ssh}-{hosts[j].ssh}" for (i, j), count in counts.items() if count == least)
-        found.append(f"only {least} cable{'s'[: least != 1]} per link {'are' if least != 1 else 'is'} used: "
-                     f"{few} has no more")  # fmt: skip
+        used = "1 cable per link is used" if least == 1 else f"{least} cables per link are used"
+        found.append(f"only {used}: {few} has no more")
     if hostfile.backend.startswith("jaccl") and hosts and hosts[0].ips:
         address = ipv4_of(hosts[0].ips[0])
         if address is not None and address in VPN:
@@ -418,9 +418,8 @@ def _rank0_faults(hostfile: Hostfile, unread: frozenset[tuple[int, str]]) -> lis
         return []
     if not first.ips:
         return [f'host {first.ssh} (rank 0): "ips" is empty; the others need an IPv4 address of rank 0']
-    faults = [fault for rank, host in enumerate(hostfile.hosts) for ip in host.ips
-              if (fault := _address_fault(hostfile, rank, ip))]  # fmt: skip
-    return faults
+    addresses = [(rank, ip) for rank, host in enumerate(hostfile.hosts) for ip in host.ips]
+    return [fault for rank, ip in addresses if (fault := _address_fault(hostfile, rank, ip))]
 
 
 def _address_fault(hostfile: Hostfile, rank: int, ip: str) -> str:
