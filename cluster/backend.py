@@ -16,7 +16,7 @@ from cluster.addresses import VPN, ipv4_of, is_link_local, lan_addresses, meetin
 from cluster.errors import NoHostfile
 from cluster.hostfile import HostEntry, Hostfile, check
 from cluster.hosts import Host
-from cluster.topology import MESH_HOSTS, RING_CABLES, Cable, Topology, cycle, topology
+from cluster.topology import MESH_HOSTS, RING_CABLES, Cable, Topology, cycle
 
 Row = tuple[tuple[str, ...] | None, ...]  # a host's devices that lead to each rank
 
@@ -68,15 +68,6 @@ def join(found: Topology, *, backend: str | None = None, order: Sequence[int] | 
     if faults := check(joined.hostfile):
         raise NoHostfile("No hostfile can be made of these Macs:\n  " + "\n  ".join(faults))
     return joined
-
-
-def subset(found: Topology, names: Sequence[str]) -> Topology:
-    """The topology of some of the hosts, in the order of `names`. Raises NoHostfile for a name that is none of them."""
-    by_name = {host.name: host for host in found.hosts}
-    unknown = [name for name in names if name not in by_name]
-    if unknown:
-        raise NoHostfile(f"{', '.join(unknown)}: not among {', '.join(by_name)}.")
-    return topology([by_name[name] for name in names])
 
 
 def _obstacles(found: Topology) -> list[str]:
