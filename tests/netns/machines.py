@@ -340,9 +340,12 @@ class _Namespaces:
                 raise RuntimeError(f"no {words!r} from {self._process.args}: {self._lines}")
 
     def kill(self) -> None:
-        for child in psutil.Process(self.pid).children() if self._process.poll() is None else []:
-            child.kill()  # the first process of its namespace: the kernel ends all others with it
-        self._process.kill()
+        """End all processes in there; when this returns, they are gone."""
+        inner = psutil.Process(self.pid).children() if self._process.poll() is None else []
+        for first in inner:
+            first.kill()  # the kernel ends the others of its namespace with it, and then lets unshare end
+        if not inner:
+            self._process.kill()
         self._process.wait()
         self._reader.join()
         for pipe in (self._process.stdin, self._process.stdout):
