@@ -101,7 +101,7 @@ class Option:
 
     @property
     def short(self) -> int:
-        """Bytes by which the worst host is short; 0 when all fit or nothing was placed."""
+        """Bytes by which the worst host is short; negative when all have some to spare."""
         return max((-rank.budget.spare for rank in self.ranks), default=0)
 
 
@@ -168,15 +168,14 @@ class Placement:
         if self.wishes.split:
             return not self._by_hand(self.wishes.split).why_not
         return any(
-            stages.fits(self.layers, *self._places(members, orders))
+            stages.fits(self.layers, self._places(members), _in_terms_of(members, orders))
             for backend in self._backends()
             for members, orders in self._sets(backend, {})
         )
 
     def holds_all(self) -> bool:
         """Whether all hosts together, in the order given, hold the model as a pipeline, however they are joined."""
-        places, _ = self._places(range(len(self.hosts)), ())
-        return stages.fits(self.layers, places, [range(len(places))])
+        return stages.fits(self.layers, self._places(range(len(self.hosts))), [range(len(self.hosts))])
 
     # ------------------------------------------------------------ tensor parallel
 
@@ -194,7 +193,7 @@ class Placement:
                 found += self._tensors(size, reasons)
         able = [option for option in found if not option.why_not]
         if able:
-            return max(able, key=lambda option: option.tokens_per_s)
+            return max(able, key=lambda option: (option.tokens_per_s, -option.short))
         nearest = min(found, key=lambda option: option.short, default=None)
         return nearest or Option("tensor", why_not="; ".join(reasons))
 
@@ -213,7 +212,7 @@ class Placement:
             for backend in backends:
                 reason, orders = self.join(backend, members, "tensor")
                 if not reason:
-                    yield self._tensor_on(backend, orders[0] if orders else members, equal=bool(alike))
+                    yield self._tensor_on(backend, orders[0] if orders else self.by_room(members), equal=bool(alike))
                     break
                 refusals.append(reason)
             else:
@@ -287,24 +286,21 @@ class Placement:
                 yield max(able, key=lambda one: sum(self.room(host) + self.speeds[host] / 1e3 for host in one[0]))
 
     def _staged(self, backend: str, members: Sequence[int], orders: Sequence[Sequence[int]]) -> Option | None:
-        places, chains = self._places(members, orders)
-        cut = stages.split(self.layers, places, chains)
-        hosts = members[::-1]
+        hosts = self.by_room(members)[::-1]
+        cut = stages.split(self.layers, self._places(hosts), _in_terms_of(hosts, orders))
         return None if cut is None else self._of_stages(backend, [(hosts[s.place], s.start, s.stop) for s in cut])
 
-    def _places(
-        self, members: Sequence[int], orders: Sequence[Sequence[int]]
-    ) -> tuple[list[stages.Place], list[list[int]]]:
-        """The members as places, the last one first: its stage has the first layers, if any order will do."""
-        hosts = members[::-1]
-        where = {host: number for number, host in enumerate(hosts)}
-        places = [stages.Place(self.room(host), self.speeds[host]) for host in hosts]
-        return places, [[where[host] for host in order] for order in orders]
+    def by_room(self, members: Sequence[int]) -> list[int]:
+        """The members with the most room first, whatever the order in which they were named."""
+        return sorted(members, key=lambda host: (-self.room(host), -self.speeds[host], host))
+
+    def _places(self, hosts: Sequence[int]) -> list[stages.Place]:
+        return [stages.Place(self.room(host), self.speeds[host]) for host in hosts]
 
     def _over(self, backend: str, members: Sequence[int], orders: Sequence[Sequence[int]]) -> Option:
         """What does not fit, spread so that the worst host is short by least."""
-        order = list(orders[0] if orders else members[::-1])
-        cut = stages.least_over(self.layers, [stages.Place(self.room(host), self.speeds[host]) for host in order])
+        order = list(orders[0] if orders else self.by_room(members)[::-1])
+        cut = stages.least_over(self.layers, self._places(order))
         return self._of_stages(backend, [(order[stage.place], stage.start, stage.stop) for stage in cut])
 
     def _by_hand(self, split: tuple[int, ...]) -> Option:
@@ -384,6 +380,12 @@ class Placement:
 
     def _cables(self, backend: str, a: int, b: int) -> int:
         return 0 if backend == "ring" else len(self.topology.rdma_between(a, b))
+
+
+def _in_terms_of(hosts: Sequence[int], orders: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Orders of hosts as orders of their places in `hosts`."""
+    where = {host: place for place, host in enumerate(hosts)}
+    return [[where[host] for host in order] for order in orders]
 
 
 def gb(size: float) -> str:

@@ -82,12 +82,13 @@ def split(layers: Sequence[Layer], places: Sequence[Place], orders: Sequence[Seq
     seconds = fastest * SLOWER
     scale = _most_room(lambda scale: chain(seconds, scale) is not None)
     costs = _Costs(layers, scale)
-    given = list(range(len(places)))
-    if not orders and _reaches(costs, places, given, seconds):  # as good as any other, and easier to read
-        return most_even(costs, places, given, seconds)
-    order = chain(seconds, scale)
-    assert order is not None
-    return most_even(costs, places, order, seconds)
+    given = orders or [range(len(places))]  # the given order is easier to read than another one that is as good
+    able = [order for order in given if _reaches(costs, places, order, seconds)]
+    if not able:
+        able = [order for order in [chain(seconds, scale)] if order is not None]
+    return min(
+        (most_even(costs, places, order, seconds) for order in able), key=lambda cut: _roughness(costs, places, cut)
+    )
 
 
 def least_over(layers: Sequence[Layer], places: Sequence[Place]) -> list[Stage]:
@@ -175,11 +176,13 @@ def _most_room(possible: Callable[[float], bool]) -> float:
     return low
 
 
-def most_even(costs: _Costs, places: Sequence[Place], order: Sequence[int], seconds: float) -> list[Stage]:
-    """Of all cuts in this order within memory and time, the most even one.
+def _roughness(costs: _Costs, places: Sequence[Place], cut: Sequence[Stage]) -> float:
+    """The least when all stages take the same time: the sum of read squared over speed."""
+    return sum((costs.read[stage.stop] - costs.read[stage.start]) ** 2 / places[stage.place].speed for stage in cut)
 
-    That is the least sum of read squared over speed: least when all stages take the same time, whatever their speeds.
-    """
+
+def most_even(costs: _Costs, places: Sequence[Place], order: Sequence[int], seconds: float) -> list[Stage]:
+    """Of all cuts in this order within memory and time, the one with the least `_roughness`."""
     never = float("inf")
     best = [0.0] + [never] * costs.count  # layers placed -> cost
     cuts: list[list[int]] = []

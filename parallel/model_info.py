@@ -18,15 +18,19 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, CacheList
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import load_model as load_lazily
 
 from parallel import pipeline, tensor, wire
 from parallel.blueprint import build, bytes_of, context_of, dtype_of, family_of, layer_prefix, part
 from parallel.engine import kv
+from parallel.engine.sequence import CacheShape
 
 EXIT_UNKNOWN = 3
 PROBE_TOKENS = 8
+WINDOW_TOKENS = 256  # at which caches that are not plain hold their window in full
+CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_topk", "top_k_experts")
 EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|embedding|embed)\.")
 HEADS = re.compile(r"(^|\.)(lm_head|embed_out|output)\.")
 WIRE_DTYPE_BYTES = {"muse_spark": 4}  # its residual stream is float32 whatever the weights are
@@ -98,42 +102,60 @@ def tensor_sizes(model: Any, make: Callable[[], Any]) -> list[wire.TensorSize]:
 
 def layers_of(model: Any) -> list[wire.LayerInfo]:
     """Weights and KV of each layer, in order."""
-    caches = cache_of(model)
+    caches = cache_of(model, PROBE_TOKENS)
     result = []
+    if all(map(_grows_plainly, caches)):
+        shapes = [kv.shape_of([cache]) for cache in caches]
+    else:
+        pairs = zip(cache_of(model, WINDOW_TOKENS), cache_of(model, 2 * WINDOW_TOKENS), strict=True)
+        shapes = [_slope(once.nbytes, twice.nbytes) for once, twice in pairs]
     for number, layer in enumerate(model.layers):
         weights = bytes_of(layer.parameters())
         experts, share = experts_of(layer)
-        shape = kv.shape_of([caches[number]]) if number < len(caches) else None
+        shape = shapes[number] if number < len(shapes) else CacheShape(0, ())  # shares the KV of another layer
         result.append(
             wire.LayerInfo(
                 weights=weights,
                 active=weights - round(experts * (1 - share)),
-                kv=[(per_token, window) for per_token, window in shape.layers] if shape else [],
-                fixed=shape.fixed_bytes if shape else 0,
+                kv=list(shape.layers),
+                fixed=shape.fixed_bytes,
                 kv_heads=kv_heads_of(layer),
             )
         )
     return result
 
 
-def cache_of(model: Any) -> kv.Solo:
-    """Caches of a few tokens, unevaluated: their shapes tell the bytes."""
+def _slope(once: int, twice: int) -> CacheShape:
+    """The shape of a cache that holds `once` bytes for WINDOW_TOKENS tokens and `twice` for twice as many."""
+    per_token = (twice - once) // WINDOW_TOKENS
+    return CacheShape(once - WINDOW_TOKENS * per_token, ((per_token, 0),))
+
+
+def _grows_plainly(cache: Any) -> bool:
+    """Whether a cache is keys and values, or a state that does not grow, or a list of such."""
+    parts = cache.caches if isinstance(cache, CacheList) else [cache]
+    return all(hasattr(part, "keys") or isinstance(part, ArraysCache) for part in parts)
+
+
+def cache_of(model: Any, tokens: int) -> kv.Solo:
+    """Caches of so many tokens, unevaluated: their shapes tell the bytes."""
     solo = kv.new_solo(model)
     try:
-        model(mx.zeros((1, PROBE_TOKENS), mx.int32), cache=solo)
+        model(mx.zeros((1, tokens), mx.int32), cache=solo)
     except RuntimeError as error:
         if "metal_kernel" not in str(error):
             raise
-        _fill(model, solo)
+        _fill(model, solo, tokens)
     return solo
 
 
-def _fill(model: Any, solo: kv.Solo) -> None:
+def _fill(model: Any, solo: kv.Solo, tokens: int) -> None:
     """What a forward would put into the caches of a model whose kernels need Metal: plain keys and values."""
     for layer, cache in zip(model.layers, solo, strict=True):
         attention = layer.self_attn
-        shape = (1, attention.n_kv_heads, PROBE_TOKENS, attention.head_dim)
-        kept = mx.zeros(shape, mx.bfloat16)
+        shape = (1, attention.n_kv_heads, tokens, attention.head_dim)
+        dtype = attention.o_proj.weight.dtype
+        kept = mx.zeros(shape, dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16)
         cache.update_and_fetch(kept, kept)
 
 
@@ -141,9 +163,10 @@ def experts_of(layer: Any) -> tuple[int, float]:
     """(bytes of all routed experts of a layer, the share of them that one token reads)."""
     total = experts = chosen = 0
     for _, module in layer.named_modules():
-        for attribute in ("num_experts_per_tok", "top_k"):
-            if isinstance(count := getattr(module, attribute, None), int):
-                chosen = max(chosen, count)
+        for attribute in CHOSEN_EXPERTS:
+            for owner in (module, getattr(module, "args", None), getattr(module, "config", None)):
+                if isinstance(count := getattr(owner, attribute, None), int):
+                    chosen = max(chosen, count)
         if isinstance(module, SwitchLinear | QuantizedSwitchLinear):
             total += bytes_of(module.parameters())
             experts = module.num_experts

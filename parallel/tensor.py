@@ -28,6 +28,7 @@ FAMILIES = dict.fromkeys(
         "deepseek_v41",
         "glm4_moe",
         "glm4_moe_lite",
+        "glm_moe_dsa",
         "gpt_oss",
         "kimi_k25",
         "kimi_k3",
@@ -123,22 +124,15 @@ def reasons(model: Any, ranks: int, known: Sequence[Need] | None = None) -> list
 
 def needs(model: Any) -> list[Need]:
     """Everything that must come out even, each once and not once per layer; heads first."""
-    family, repeats = family_of(model), family_of(model) in REPEATS_KV_HEADS
+    family = family_of(model)
+    repeats = family in REPEATS_KV_HEADS
     heads: dict[Need, None] = {}
     widths: dict[Need, None] = dict.fromkeys(_vocabulary(model, family))
     for layer in model.layers:
         for path, module in layer.named_modules():
-            name = path.rpartition(".")[2]
             if "Indexer" not in type(module).__name__:  # replicated, its heads too
                 heads |= dict.fromkeys(_heads(module, repeats))
-            if "weight" not in module:
-                continue
-            parts = isinstance(module, nn.Linear) and name in PARTS_OF_FEW_TOKENS  # packed ones stay whole
-            if name in ROW_PARALLEL:
-                widths[_input(path, module)] = None
-            elif name in COLUMN_PARALLEL or parts:
-                width = int(module.weight.shape[-2])
-                widths[Need(width, f"the output of {path} is {width} wide, which does not divide by {{}}")] = None
+            widths |= dict.fromkeys(_widths(f"{path}.".lstrip("."), module))
     return [*heads, *widths]
 
 
@@ -147,6 +141,19 @@ def _heads(module: Any, repeats: bool) -> Iterator[Need]:
         count = getattr(module, attribute, None)
         if isinstance(count, int):
             yield Need(count, f"{count} {what} do not divide by {{}}", repeats and what == "KV heads")
+
+
+def _widths(path: str, module: Any) -> Iterator[Need]:
+    """Of the projections that are children of `module`, those that `shard()` cuts."""
+    for name in ROW_PARALLEL:
+        if name in module and "weight" in module[name]:
+            yield _input(path + name, module[name])
+    gated = COLUMN_PARALLEL if "down_proj" in module else ()  # a gate elsewhere is not cut
+    whole = [name for name in PARTS_OF_FEW_TOKENS if isinstance(module.get(name), nn.Linear)]  # packed ones stay whole
+    for name in (*gated, *whole):
+        if name in module:
+            width = int(module[name].weight.shape[-2])
+            yield Need(width, f"the output of {path}{name} is {width} wide, which does not divide by {{}}")
 
 
 def _input(path: str, module: Any) -> Need:
