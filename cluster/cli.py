@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from cluster import cli_macs, cli_plan
 from cluster.bench import bench
 from cluster.config import NAMES, ClusterConfig, load_config
 from cluster.errors import ClusterError, NothingRuns, NotReady
@@ -76,8 +77,18 @@ def up(
     max_body: Annotated[str | None, option(f"Largest request body ({DEFAULT.max_body // 10**6}MB).")] = None,
     stall_timeout: Annotated[float | None, option(f"Seconds a step may take ({DEFAULT.stall_timeout:g}).")] = None,
     log_prompts: Annotated[bool | None, option("Write prompts and answers to the log (no).")] = None,
+    local: Annotated[int | None, option("Split the model over this many ranks on this machine (1).")] = None,
+    hostfile: Annotated[str | None, option("Split it over the hosts of this file, in mlx.launch's format.")] = None,
+    parallel: Annotated[str | None, option(f"auto, tensor or pipeline ({DEFAULT.parallel}).")] = None,
+    split: Annotated[str | None, option("Layers of rank 0, 1, ... of a pipeline, like 20,10 (by size).")] = None,
+    fast_synch: Annotated[
+        str | None, option(f"MLX_METAL_FAST_SYNCH in the ranks: auto, on or off ({DEFAULT.fast_synch}).")
+    ] = None,
+    self_check: Annotated[
+        bool | None, option("Compare a long prompt, whole and in chunks, before several ranks are ready (yes).")
+    ] = None,
 ) -> None:
-    """Start the model and its API here; Ctrl-C stops everything."""
+    """Start the model and its API; Ctrl-C stops everything."""
     given = context.params | {"context": context_tokens}
     settings = load_config(
         {name: given[name] for name in NAMES}, file=config, environment_key=os.environ.get(KEY_VARIABLE)
@@ -190,6 +201,8 @@ def client(name: Annotated[Client, typer.Argument(help="The program.")]) -> None
     typer.echo(client_config.opencode(state.url, health["model"], health["context"], needs_key=state.needs_key))
 
 
+cli_macs.register(app)
+cli_plan.register(app)
 app.command()(bench)
 app.add_typer(vm_app, name="vm")
 

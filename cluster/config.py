@@ -66,11 +66,30 @@ def _truth(value: object) -> bool:
     return value
 
 
-def _wired_limit(value: object) -> str:
-    value = "off" if value is False else value  # YAML 1.1 reads an unquoted off as false
-    if value not in ("auto", "off"):
-        raise ValueError("auto or off")
-    return str(value)
+def _one_of(*choices: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        if isinstance(value, bool):  # YAML 1.1 reads an unquoted on or off as a truth value
+            value = "on" if value else "off"
+        if value not in choices:
+            raise ValueError(f"{', '.join(choices[:-1])} or {choices[-1]}")
+        return str(value)
+
+    return parse
+
+
+def _split(value: object) -> tuple[int, ...]:
+    values = value.split(",") if isinstance(value, str) else value
+    try:
+        split = tuple(int(layers) for layers in values)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        split = ()
+    if len(split) < 2 or min(split) < 1:
+        raise ValueError("numbers of layers, one for each rank, like 20,10")
+    return split
+
+
+def _file(value: object) -> str:
+    return str(Path(_text(value)).expanduser().resolve())
 
 
 def _origins(value: object) -> tuple[str, ...]:
@@ -98,7 +117,8 @@ class ClusterConfig:
     """The settings of one `cluster up`. None means: chosen from the model or the machine. Sizes in bytes.
 
     `prefix_memory` 0 switches prefix reuse off. `stall_timeout` is how long one step may run, in seconds, before its
-    rank counts as stuck. `max_body` bounds one HTTP request body.
+    rank counts as stuck, however short it should be. `max_body` bounds one HTTP request body. `local` ranks run on this
+    machine, or one for each host of a `hostfile`; `split` are the layers of rank 0, 1, ... of a pipeline.
     """
 
     model: str | None = _setting(None, _model)
@@ -111,16 +131,22 @@ class ClusterConfig:
     kv_memory: int | None = _setting(None, _positive_size)
     prefix_memory: int | None = _setting(None, parse_size)
     prefill_step_size: int = _setting(2048, _whole(1, 1 << 20))
-    wired_limit: str = _setting("auto", _wired_limit)
+    wired_limit: str = _setting("auto", _one_of("auto", "off"))
     queue: int = _setting(256, _whole(0, 1 << 20))
     max_body: int = _setting(32_000_000, _positive_size)
-    stall_timeout: float = _setting(120.0, _seconds)
+    stall_timeout: float = _setting(10.0, _seconds)
     log_prompts: bool = _setting(False, _truth)
+    local: int | None = _setting(None, _whole(1, 64))
+    hostfile: str | None = _setting(None, _file)
+    parallel: str = _setting("auto", _one_of("auto", "tensor", "pipeline"))
+    split: tuple[int, ...] = _setting((), _split)
+    fast_synch: str = _setting("auto", _one_of("auto", "on", "off"))
+    self_check: bool = _setting(True, _truth)
 
     def without_key(self) -> dict[str, Any]:
         """All settings but the API key, as plain values: what may be written down and compared."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "api_key"}
-        return values | {"cors_origin": list(self.cors_origin)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 NAMES = tuple(f.name for f in fields(ClusterConfig))

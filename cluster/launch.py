@@ -50,6 +50,15 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
+def in_words(code: int) -> str:
+    """How a process ended, from its exit code (negative: a signal)."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by signal {-code}"
+
+
 def free_port(host: str) -> int:
     """A TCP port of `host` that nobody listens on now. Should it be taken before use, the rank says so and ends."""
     with socket.socket() as probe:
@@ -92,11 +101,24 @@ class RankProcess:
         code = await self._process.wait()
         with contextlib.suppress(TimeoutError):  # a grandchild may hold the pipe open
             await asyncio.wait_for(asyncio.shield(self._output), 1)
-        if code >= 0:
-            return f"its process ended with exit code {code}"
-        with contextlib.suppress(ValueError):
-            return f"its process was ended by {signal.Signals(-code).name}"
-        return f"its process was ended by signal {-code}"
+        return f"its process {in_words(code)}"
+
+    @property
+    def processes(self) -> dict[int, ProcessRecord]:
+        """The process of each rank."""
+        return {0: self.record}
+
+    @property
+    def errors(self) -> list[str]:
+        """Why its log is not written, when it is not."""
+        return [self.log.error] if self.log.error else []
+
+    def last_lines(self, count: int) -> list[str]:
+        """Its last words."""
+        return self.log.last_lines(count)
+
+    def joined(self, message: wire.Joined) -> None:
+        """It has said which process it is; we know."""
 
     async def stop(self, grace_s: float) -> None:
         """SIGTERM, then SIGKILL after `grace_s` seconds; returns when the process is gone and its output is read."""

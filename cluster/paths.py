@@ -58,6 +58,11 @@ class Folders:
         """What the coordinator says."""
         return self.logs / "coordinator.log"
 
+    @property
+    def launcher_log(self) -> Path:
+        """What mlx.launch says, and what no rank has labelled."""
+        return self.logs / "launcher.log"
+
     def rank_log(self, rank: int) -> Path:
         """What the rank prints."""
         return self.logs / f"rank-{rank}.log"

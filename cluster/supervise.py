@@ -1,4 +1,4 @@
-"""The life of a cluster: resolving, launching, loading, warming, ready; when its rank is lost, relaunching or failed.
+"""The life of a cluster: resolving, launching, joining to ready; when a rank is lost, relaunching or failed.
 
 One `Supervisor` per coordinator. It is the `service` that `api.py` asks; `coordinator.py` runs it in the API's event
 loop. It opens no port and prints nothing: `on_change` is called on every change, `health()` tells it.
@@ -10,17 +10,21 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from cluster import hostfile, model_info
+from cluster.arrange import LOOPBACK, THIS_MACHINE, Arrangement, arrange, local_hostfile
 from cluster.config import ClusterConfig
 from cluster.engine_client import EngineClient
-from cluster.errors import EngineLost, RankFailed
+from cluster.errors import BadSetting, EngineLost, RankFailed
 from cluster.launch import RANK_COMMAND, RankProcess, free_port
+from cluster.mlx_launch import LaunchedRanks
 from cluster.paths import Folders
 from cluster.state import RankRecord
 from parallel import wire
@@ -31,22 +35,48 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger("cluster.supervise")
-HOST = "this machine"
 SHOWN_LOG_LINES = 12
+PHASES = ("launching", "starting", "joining", "connecting", "loading", "warming", "checking", "ready")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """How long a rank may take, in seconds, before it counts as lost, and how often it is relaunched.
 
-    `join_s`: from its start to the first sign of life after the Join. `beat_s`: between two signs of life.
+    `join_s`: from its start to the first sign of life after the Join. `beat_s`: between two signs of life, `connect_s`
+    for joining the others, when it gives none. `phase_s`: in one phase of start-up without progress. A step is stuck
+    after `late` times what it should take, and never before the setting `stall_timeout`.
     """
 
     join_s: float = 120
-    beat_s: float = 10
+    beat_s: float = 8
+    connect_s: float = 60
+    phase_s: float = 900
+    late: float = 20
     stop_s: float = 3
     relaunches: int = 3
     window_s: float = 600
+
+
+@dataclass(slots=True)
+class Seen:
+    """What the coordinator knows of one rank; times from time.monotonic()."""
+
+    host: str
+    phase: str = "launching"
+    since: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)
+    done: int = 0
+    total: int = 0
+    beat: wire.Beat | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def enter(self, phase: str, done: int = 0, total: int = 0) -> None:
+        """Take a sign of progress."""
+        if (phase, done) != (self.phase, self.done):
+            self.since = time.monotonic()
+        self.phase, self.done = phase, done
+        self.total = total or self.total
 
 
 class RelaunchBudget:
@@ -67,7 +97,7 @@ class RelaunchBudget:
 
 
 class Supervisor:
-    """Keeps one rank alive. `run` is its life; cancelling that stops the rank in order."""
+    """Keeps the ranks of one cluster alive. `run` is its life; cancelling that stops the rank in order."""
 
     def __init__(
         self,
@@ -99,12 +129,12 @@ class Supervisor:
         self._on_change = on_change
         self._limits = limits
         self._progress: dict[str, Any] | None = None
-        self._rank: RankProcess | None = None
+        self._processes: RankProcess | LaunchedRanks | None = None
+        self._arrangement: Arrangement | None = None
+        self._seen: list[Seen] = []
         self._announced: wire.Ready | None = None
         self._was_ready = False
         self._chat_error: BaseException | None = None
-        self._beat: wire.Beat | None = None
-        self._heard = 0.0
         self._token_at: float | None = None
 
     # ------------------------------------------------------------ what others ask
@@ -112,7 +142,6 @@ class Supervisor:
     def health(self) -> dict[str, Any]:
         """The answer of /health: phase, progress, ages in seconds, and why it is not ready."""
         age = None if self._token_at is None else round(time.monotonic() - self._token_at, 1)
-        warnings = [self._rank.log.error] if self._rank is not None and self._rank.log.error else []
         return {
             "status": self.phase,
             "model": self.model,
@@ -120,18 +149,30 @@ class Supervisor:
             "last_token_age_s": age,
             "restarts": self.restarts,
             "reason": self.reason,
-            "warnings": warnings,
+            "warnings": self._processes.errors if self._processes is not None else [],
             "pid": os.getpid(),
             "started": self.created,
             "context": self.ready.context if self.ready is not None else None,
-            "ranks": [{"rank": r.rank, "host": r.host, "pid": r.process.pid} for r in self.ranks],
+            "strategy": self._arrangement.strategy if self._arrangement is not None else "single",
+            "ranks": [self._rank_health(r) for r in self.ranks if r.rank >= 0],
             "requests": {"waiting": self.stats.waiting, "running": self.stats.prefilling + self.stats.running},
         }
 
+    def _rank_health(self, record: RankRecord) -> dict[str, Any]:
+        seen = self._seen[record.rank]
+        facts: dict[str, Any] = {"rank": record.rank, "host": record.host, "pid": record.process.pid}
+        if self._arrangement is not None:
+            spec = self._arrangement.ranks[record.rank]
+            facts |= {"phase": seen.phase, "layers": [spec.start, spec.stop]}
+        if seen.beat is not None:
+            stats = seen.beat.stats
+            facts |= {"active_bytes": stats.active_bytes, "peak_bytes": stats.peak_bytes, "busy_s": stats.busy_s}
+        return facts
+
     def kill(self) -> None:
-        """End the rank without grace; `run` is being cancelled and its user is in a hurry."""
-        if self._rank is not None:
-            self._rank.kill()
+        """End the ranks without grace; `run` is being cancelled and its user is in a hurry."""
+        if self._processes is not None:
+            self._processes.kill()
 
     # ------------------------------------------------------------ the life
 
@@ -144,6 +185,7 @@ class Supervisor:
         self._enter("resolving")
         resolved = await self._in_thread(self._resolve_model)
         self.model = resolved.name
+        self._arrangement = await self._in_thread(lambda: self._arrange(resolved.folder))
         chat = asyncio.create_task(self._load_tokenizer(resolved.folder), name="load-chat")
         budget = RelaunchBudget(self._limits.relaunches, self._limits.window_s)
         try:
@@ -166,61 +208,98 @@ class Supervisor:
             chat.cancel()
 
     async def _live(self, folder: Path) -> tuple[str, str]:
-        """One life of the rank, from its launch until it is gone: the phase it had reached, and why it ended."""
+        """One life of the ranks, from their launch until one is gone: the phase they had reached, and why it ended."""
         over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._over = over
-        self._beat = self._announced = None
-        self._heard = time.monotonic()
+        self._announced = None
         plan = self._plan(folder)
-        rank = await self._launch(plan)
+        self._seen = [Seen(plan.of(rank).host) for rank in range(plan.size)]
+        processes = await self._launch(plan)
         tasks = [
             asyncio.create_task(self._connect(plan), name="connect"),
-            asyncio.create_task(self._watch_process(rank), name="watch-process"),
+            asyncio.create_task(self._watch_process(processes), name="watch-process"),
             asyncio.create_task(self._watch_beats(), name="watch-beats"),
         ]
         for task in tasks:
             task.add_done_callback(self._watcher_ended)
         try:
-            reason = await over
-            phase, self.reason = self.phase, f"rank 0 on {HOST}: {reason}"
+            self.reason = await over
+            phase = self.phase
             self._enter("lost")
-            return phase, reason
+            return phase, self.reason
         finally:
-            await _to_the_end(self._stop_rank(rank, tasks))
+            await _to_the_end(self._stop_ranks(processes, tasks))
 
-    async def _launch(self, plan: wire.RankPlan) -> RankProcess:
-        start = asyncio.create_task(RankProcess.start(plan, self._folders.rank_log(0), self._command))
+    async def _launch(self, plan: wire.RankPlan) -> RankProcess | LaunchedRanks:
+        start: asyncio.Task[RankProcess] | asyncio.Task[LaunchedRanks]
+        if self._arrangement is None:
+            start = asyncio.create_task(RankProcess.start(plan, self._folders.rank_log(0), self._command))
+        else:
+            start = asyncio.create_task(
+                LaunchedRanks.start(
+                    plan,
+                    self._arrangement,
+                    self._folders,
+                    fast_synch=self._config.fast_synch,
+                    command=self._command,
+                )
+            )
         try:
-            rank = self._rank = await _to_the_end(start)
+            processes: RankProcess | LaunchedRanks = await _to_the_end(start)
         except asyncio.CancelledError:
-            await self._stop_rank(start.result(), [])
+            await self._stop_ranks(start.result(), [])
             raise
-        self.ranks = [RankRecord(0, HOST, rank.record)]
-        self._on_change()  # whoever cleans up after a crash of ours must know this pid
-        return rank
+        self._processes = processes
+        self._record()
+        return processes
 
-    async def _stop_rank(self, rank: RankProcess, watchers: list[asyncio.Task[None]]) -> None:
+    def _record(self) -> None:
+        """Whoever cleans up after a crash of ours must know these processes."""
+        if self._processes is not None:
+            self.ranks = [
+                RankRecord(rank, self._seen[rank].host if rank >= 0 else THIS_MACHINE, process)
+                for rank, process in sorted(self._processes.processes.items())
+            ]
+        self._on_change()
+
+    async def _stop_ranks(self, processes: RankProcess | LaunchedRanks, watchers: list[asyncio.Task[None]]) -> None:
         for task in watchers:
             task.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
         engine, self.engine, self.ready = self.engine, None, None
         if engine is not None:
             await (engine.close(self.reason) if self.reason else engine.close())
-        await rank.stop(self._limits.stop_s)
-        self.log_tail = rank.log.last_lines(SHOWN_LOG_LINES)
+        await processes.stop(self._limits.stop_s)
+        self.log_tail = processes.last_lines(SHOWN_LOG_LINES)
         self.ranks = []
-        self._rank = None
+        self._processes = None
         self.stats = wire.Stats()
         self._on_change()
+
+    def _arrange(self, folder: Path) -> Arrangement | None:
+        """How the model is spread, or None for one rank. Blocks; raises ClusterError."""
+        config = self._config
+        if config.hostfile is not None:
+            if config.local is not None:
+                raise BadSetting("--local and --hostfile both say where the ranks are; give one of them.")
+            hosts = hostfile.read(Path(config.hostfile))
+        else:
+            hosts = local_hostfile(config.local or 1)
+        if len(hosts.hosts) == 1:
+            if config.split or config.parallel != "auto":
+                raise BadSetting("--parallel and --split are for several ranks; add --local N or --hostfile F.")
+            return None
+        return arrange(config, hosts, model_info.read(folder))
 
     def _plan(self, folder: Path) -> wire.RankPlan:
         config = self._config
         # 0 lets the rank choose; a prefix cache of one byte holds nothing, which is what 0 asked for here
         prefix_bytes = 0 if config.prefix_memory is None else max(1, config.prefix_memory)
+        arrangement = self._arrangement
         return wire.RankPlan(
             model=str(folder),
-            host="127.0.0.1",
-            port=free_port("127.0.0.1"),
+            host=LOOPBACK,
+            port=free_port(LOOPBACK),
             secret_file=str(self._folders.secret),
             parent=os.getpid(),
             context=config.context or 0,
@@ -229,6 +308,11 @@ class Supervisor:
             prefix_bytes=prefix_bytes,
             chunk_tokens=config.prefill_step_size,
             wired_limit=config.wired_limit,
+            launch=secrets.token_hex(8),
+            strategy=arrangement.strategy if arrangement is not None else "single",
+            backend=arrangement.backend if arrangement is not None else "",
+            ranks=list(arrangement.ranks) if arrangement is not None else [],
+            self_check=config.self_check,
         )
 
     # ------------------------------------------------------------ watching one life
@@ -242,62 +326,118 @@ class Supervisor:
             self._over.set_exception(error)  # our own bug: `run` ends with it
 
     async def _connect(self, plan: wire.RankPlan) -> None:
-        """Join the rank as soon as it listens, and report when the connection ends."""
+        """Join rank 0 as soon as it listens, and report when the connection ends."""
+        host = plan.of(0).host
         while self.engine is None:
             try:
                 self.engine = await EngineClient.connect(
-                    plan.host, plan.port, Path(plan.secret_file), self._on_message, HOST
+                    plan.host, plan.port, Path(plan.of(0).secret_file), self._on_message, host
                 )
             except OSError:
                 await asyncio.sleep(0.05)  # it does not listen yet; _watch_process and _watch_beats bound this
             except (EngineLost, wire.WireError) as error:
-                await self._end_after_process(str(error).rstrip("."))
+                await self._end_after_process(self._of(0, str(error).rstrip(".")))
                 return
         reason = await asyncio.shield(self.engine.lost)
-        await self._end_after_process(reason)
+        await self._end_after_process(self._of(0, reason))
 
     async def _end_after_process(self, reason: str) -> None:
         """A connection ends a moment before its process does, and how the process ended says more: let it go first."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._over), 1)
+        if self._arrangement is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._over), 1)
         self._end_life(reason)
 
-    async def _watch_process(self, rank: RankProcess) -> None:
-        self._end_life(await rank.ended())
+    async def _watch_process(self, processes: RankProcess | LaunchedRanks) -> None:
+        how = await processes.ended()
+        if isinstance(processes, LaunchedRanks):  # it ends because ranks do, and they or rank 0 say why a little later
+            await asyncio.sleep(1)
+            self._end_life(how)
+        else:
+            self._end_life(self._of(0, how))
 
     async def _watch_beats(self) -> None:
-        limits, tick_s = self._limits, min(0.5, self._limits.beat_s / 4)
-        stall_s = max(limits.beat_s, self._config.stall_timeout)
+        tick_s = min(0.5, self._limits.beat_s / 4)
         while True:
             before = time.monotonic()
             await asyncio.sleep(tick_s)
             now = time.monotonic()
-            if now - before > tick_s + 2:
-                self._heard = now  # we were asleep ourselves (a stopped process, a closed lid): hear it out first
-            silent_s = now - self._heard
-            beats = self._beat is not None or self._announced is not None
-            if not beats and silent_s > limits.join_s:
-                self._end_life(f"it gave no sign of life for {limits.join_s:g} s while {self.phase}")
-            elif beats and silent_s > limits.beat_s:
-                self._end_life(f"it gave no sign of life for {limits.beat_s:g} s")
-            elif self._beat is not None and self._beat.since_s > stall_s:
-                self._end_life(f"its step {self._beat.step} has run for {self._beat.since_s:.0f} s without an end")
+            if now - before > tick_s + 2:  # we were asleep ourselves (a stopped process, a closed lid): hear them first
+                for seen in self._seen:
+                    seen.heard = seen.since = now
+            if reason := self._trouble(now):
+                self._end_life(reason)
+
+    def _trouble(self, now: float) -> str:
+        """Which rank is silent, stuck in a step or in a phase of its start, or ""."""
+        limits = self._limits
+        for rank, seen in enumerate(self._seen):
+            silent_s = now - seen.heard
+            beats = seen.beat is not None or self._announced is not None
+            allowed_s = limits.connect_s if seen.phase == "connecting" else limits.beat_s if beats else limits.join_s
+            if silent_s > allowed_s:
+                while_ = "" if beats and seen.phase == "ready" else f" while {seen.phase}"
+                return self._of(rank, f"it gave no sign of life for {allowed_s:g} s{while_}")
+            if seen.phase in PHASES[:-1] and now - seen.since > limits.phase_s:
+                return self._of(rank, f"{seen.phase} has taken {limits.phase_s:g} s without progress")
+        leader = self._seen[0].beat
+        if leader is not None and leader.since_s > max(self._config.stall_timeout, limits.late * leader.expected_s):
+            stuck = "; ".join(
+                f"rank {rank} ({seen.host}) is {seen.beat.phase} in step {seen.beat.step}"
+                for rank, seen in enumerate(self._seen)
+                if rank and seen.beat is not None
+            )
+            reason = f"its step {leader.step} has run for {leader.since_s:.0f} s without an end"
+            return self._of(0, f"{reason}; {stuck}" if stuck else reason)
+        return ""
+
+    def _of(self, rank: int, reason: str) -> str:
+        """`reason` with the rank's number and host before it."""
+        host = self._seen[rank].host if rank < len(self._seen) else "an unknown host"
+        return f"rank {rank} on {host}: {reason}"
 
     def _on_message(self, message: wire.Message) -> None:
-        self._heard = time.monotonic()
+        rank = getattr(message, "rank", 0)
+        if not 0 <= rank < len(self._seen):
+            return
+        seen = self._seen[rank]
+        seen.heard = time.monotonic()
         if isinstance(message, wire.Beat):
-            if message.stats.output_tokens > self.stats.output_tokens:
-                self._token_at = self._heard
-            self._beat, self.stats = message, message.stats
+            if rank == 0:
+                if message.stats.output_tokens > self.stats.output_tokens:
+                    self._token_at = seen.heard
+                self.stats = message.stats
+            seen.beat = message
         elif isinstance(message, wire.Progress):
-            phase = self.phase if message.phase == "starting" else message.phase
-            unit = "bytes" if phase == "loading" else "steps"
-            self._enter(phase, {"what": phase, "done": message.done, "total": message.total, "unit": unit})
+            seen.enter(message.phase, message.done, message.total)
+            self._show_progress()
+        elif isinstance(message, wire.Joined):
+            seen.versions = message.versions
+            if self._processes is not None:
+                self._processes.joined(message)
+                self._record()
         elif isinstance(message, wire.Ready):
+            for other in self._seen:
+                other.enter("ready")
             self._announced = message
             self._check_ready()
+        elif isinstance(message, wire.Lost):
+            self._end_life(self._of(rank, message.reason))
         elif isinstance(message, wire.Failed):
-            self._end_life(message.message.rstrip("."))
+            self._end_life(self._of(rank, message.message.rstrip(".")))
+
+    def _show_progress(self) -> None:
+        """The cluster is as far as its last rank."""
+        phases = [seen.phase if seen.phase in PHASES else "ready" for seen in self._seen]
+        phase = min(phases, key=PHASES.index)
+        if phase in ("starting", "launching", "ready"):
+            return
+        totals = [seen.total for seen in self._seen]
+        if phase == "loading" and all(totals):
+            done = sum(seen.done if seen.phase == phase else seen.total for seen in self._seen)
+            self._enter(phase, {"what": phase, "done": done, "total": sum(totals), "unit": "bytes"})
+        else:
+            self._enter(phase)
 
     def _check_ready(self) -> None:
         if self._announced is None or self.chat is None or self.phase == "ready":
@@ -317,10 +457,12 @@ class Supervisor:
     def _start_failure(self, phase: str, reason: str) -> RankFailed:
         tail = "".join(f"\n  {line}" for line in self.log_tail)
         log = f"\nLast lines of {self._folders.rank_log(0)}:{tail}" if tail else ""
+        if self._arrangement is not None and tail:
+            log = f"\nLast lines in {self._folders.logs}:{tail}"
         hint = "`cluster logs` shows more."
         if "SIGKILL" in reason:
             hint = "If nobody killed it, the system ran out of memory: try a smaller --kv-memory, --context or model."
-        return RankFailed(f"Rank 0 on {HOST} failed while {phase}: {reason}.{log}", hint=hint)
+        return RankFailed(f"The start failed while {phase}: {reason}.{log}", hint=hint)
 
     # ------------------------------------------------------------ blocking work
 

@@ -114,20 +114,14 @@ class Control:
     def meet(self, point: str, fact: wire.Fact) -> list[wire.Fact]:
         """Wait until every other rank has come to `point`, then release them one by one; everybody's facts, in order.
 
-        Returns before the last one is released. How long that may take is the coordinator's business.
+        How long that may take is the coordinator's business.
         """
         with self._changed:
             self._changed.wait_for(lambda: len(self._arrived.get(point, {})) == self.size - 1)
             arrived = self._arrived.pop(point, {})
-            followers = [self._followers[rank] for rank in sorted(arrived)]
-
-        def release() -> None:
-            for follower in followers:
-                time.sleep(STAGGER_S)
-                _try_send(follower, wire.encode(wire.Go()))
-
-        if followers:
-            threading.Thread(target=release, name="control-release", daemon=True).start()
+        for rank in sorted(arrived):
+            time.sleep(STAGGER_S)
+            _try_send(self._followers[rank], wire.encode(wire.Go()))
         return [fact, *(arrived[rank] for rank in sorted(arrived))]
 
     def send_step(self, step: wire.Step) -> None:

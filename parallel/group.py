@@ -7,6 +7,7 @@ one is due. No device kernel ever waits for the network: `arrive` waits on the h
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import MutableMapping
 from typing import Any
@@ -20,6 +21,7 @@ USED = {  # variables of each backend; the rest of its family would choose anoth
     "nccl": {"MLX_RANK", "MLX_WORLD_SIZE"},
 }
 CHOOSING = {"MLX_RANK", "MLX_WORLD_SIZE", "MLX_HOSTFILE", "MLX_RING_VERBOSE", "MLX_IBV_DEVICES", "MLX_IBV_COORDINATOR"}
+CONNECT_S = 45
 CHECKED_WORDS = 1 << 18  # uint32: 1 MiB, more than a frame, since crossed cables pass small messages
 
 
@@ -36,8 +38,15 @@ def clean_environment(backend: str, environment: MutableMapping[str, str]) -> No
 
 
 def connect(backend: str, rank: int, size: int) -> Any:
-    """The group of this launch. Raises LinkBroken when it is another one, RuntimeError when MLX cannot join it."""
+    """The group of this launch. Raises LinkBroken when it is another one, RuntimeError when MLX cannot join it.
+
+    Joining holds the interpreter, so no thread can end this process meanwhile; an alarm of the system does, after
+    `CONNECT_S` seconds.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(CONNECT_S)
     group = mx.distributed.init(strict=True, backend=backend.removesuffix("-ring"))
+    signal.alarm(0)
     if (group.rank(), group.size()) != (rank, size):
         raise LinkBroken(f"this is rank {rank} of {size}, but {backend} made it {group.rank()} of {group.size()}")
     return group

@@ -1,0 +1,209 @@
+"""Starts several ranks through mlx.launch, and does what mlx.launch does not: labels, ends and verifies.
+
+mlx.launch exits with 0 when a rank fails, leaves ranks behind when it is ended, mixes their output, and burns a core
+while it waits. So the ranks are watched through their own messages, ended by pid and start time, told apart by the
+label that each puts before its lines, and its waiting is cured by filling the ranks' stdin, which they never read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from cluster.arrange import Arrangement
+from cluster.errors import PortTaken
+from cluster.hostfile import write as write_hostfile
+from cluster.launch import RANK_COMMAND, end_process, in_words, rank_environment
+from cluster.logs import LogFile
+from cluster.paths import Folders
+from cluster.state import ProcessRecord
+from parallel import wire
+
+LAUNCHER = -1  # stands for mlx.launch itself where ranks are numbered
+LABEL = re.compile(rb"\[rank (\d+)\] ")
+FIRST_PORT, LAST_PORT = 32323, 60000
+FILL_BYTES = 1 << 18  # more than any pipe between mlx.launch and a rank holds
+SYNCH = "MLX_METAL_FAST_SYNCH"
+
+
+def launcher() -> str:
+    """The mlx.launch of this environment."""
+    return str(Path(sys.executable).with_name("mlx.launch"))
+
+
+def launch_argv(
+    plan: wire.RankPlan, arrangement: Arrangement, hostfile: Path, port: int, fast_synch: str, command: Sequence[str]
+) -> list[str]:
+    """What a person would type to start these ranks by hand."""
+    argv = [launcher(), "--hostfile", str(hostfile), "--backend", arrangement.backend]
+    argv += ["--nccl-port" if arrangement.backend == "nccl" else "--starting-port", str(port)]
+    argv += [word for name in synch_variables(arrangement, fast_synch) for word in ("--env", name)]
+    return [*argv, "--", *command, msgspec.json.encode(plan).decode()]
+
+
+def synch_variables(arrangement: Arrangement, fast_synch: str) -> list[str]:
+    """Variables for all ranks. Automatic: on for tensor parallel over RDMA, where each token waits for the CPU twice a
+    layer; else off. What the hostfile's envs say wins over that."""
+    given = any(entry.startswith(f"{SYNCH}=") for entry in arrangement.hostfile.envs)
+    if fast_synch == "auto" and given:
+        return []
+    pays = arrangement.strategy == "tensor" and arrangement.backend.startswith("jaccl")
+    return [f"{SYNCH}={int(fast_synch == 'on' or (fast_synch == 'auto' and pays))}"]
+
+
+def free_ports(host: str, count: int) -> int:
+    """The first of `count` ports in a row that nobody listens on at `host`. Raises PortTaken."""
+    for first in range(FIRST_PORT, LAST_PORT, count):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                probe = stack.enter_context(socket.socket())
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+            return first
+    raise PortTaken(f"No {count} ports in a row are free at {host} between {FIRST_PORT} and {LAST_PORT}.")
+
+
+class LaunchedRanks:
+    """mlx.launch as our child, and the ranks that it started. What they print goes to a log for each."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, logs: dict[int, LogFile], hostfile: Path, size: int
+    ) -> None:
+        self._process = process
+        self._logs = logs
+        self._hostfile = hostfile
+        self._size = size
+        self._ranks: dict[int, ProcessRecord] = {}
+        self._speaking = LAUNCHER
+        self._output = asyncio.create_task(self._copy(), name="ranks-output")
+        self.launcher = ProcessRecord.of(process.pid)
+
+    @classmethod
+    async def start(
+        cls,
+        plan: wire.RankPlan,
+        arrangement: Arrangement,
+        folders: Folders,
+        *,
+        fast_synch: str = "auto",
+        command: Sequence[str] = RANK_COMMAND,
+    ) -> LaunchedRanks:
+        """Start `command` on every host. Raises FolderUnusable when a log or the hostfile cannot be written.
+
+        mlx.launch gets a session of its own: a Ctrl-C in the terminal reaches the coordinator only, which stops it in
+        order. Ranks on this machine share its cores.
+        """
+        logs = {LAUNCHER: LogFile(folders.launcher_log)}
+        logs |= {rank: LogFile(folders.rank_log(rank)) for rank in range(plan.size)}
+        hostfile = folders.state / "hostfile.json"
+        write_hostfile(arrangement.hostfile, hostfile)
+        environment = rank_environment(os.environ)
+        if arrangement.local:
+            threads = max(1, (os.cpu_count() or 1) // plan.size)
+            environment = {"OPENBLAS_NUM_THREADS": str(threads)} | environment
+        port = free_ports("127.0.0.1", sum(len(host.ips) for host in arrangement.hostfile.hosts) or 1)
+        process = await asyncio.create_subprocess_exec(
+            *launch_argv(plan, arrangement, hostfile, port, fast_synch, command),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        return cls(process, logs, hostfile, plan.size)
+
+    def joined(self, message: wire.Joined) -> None:
+        """A rank has said which process it is. Once all have, mlx.launch is given what cures its waiting."""
+        self._ranks[message.rank] = ProcessRecord(message.pid, message.started)
+        stdin = self._process.stdin
+        if len(self._ranks) == self._size and stdin is not None and not stdin.is_closing():
+            with contextlib.suppress(OSError):
+                stdin.write(b"\n" * FILL_BYTES)
+
+    @property
+    def processes(self) -> dict[int, ProcessRecord]:
+        """mlx.launch, under LAUNCHER, and the ranks that have joined."""
+        return {LAUNCHER: self.launcher, **self._ranks}
+
+    @property
+    def errors(self) -> list[str]:
+        """Why logs are not written, where they are not."""
+        return [log.error for log in self._logs.values() if log.error]
+
+    def last_lines(self, count: int) -> list[str]:
+        """The last words of every rank and of mlx.launch, at most `count` lines each."""
+        return [
+            f"{'mlx.launch' if rank == LAUNCHER else f'rank {rank}'} | {line}"
+            for rank, log in sorted(self._logs.items())
+            for line in log.last_lines(count)
+        ]
+
+    async def ended(self) -> str:
+        """Wait for the end of mlx.launch; how it ended, in words."""
+        code = await self._process.wait()
+        return f"mlx.launch {in_words(code)}"
+
+    async def stop(self, grace_s: float) -> None:
+        """End every rank, then mlx.launch: SIGTERM, SIGKILL after `grace_s` seconds. Returns when all are gone.
+
+        Raises ProcessStuck.
+        """
+        processes = self._all()
+        self._signal(signal.SIGTERM, processes)
+        await asyncio.to_thread(lambda: [end_process(record, grace_s) for record in processes])
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._output), 1)
+        self._output.cancel()
+        await asyncio.gather(self._output, return_exceptions=True)
+        for log in self._logs.values():
+            log.close()
+
+    def kill(self) -> None:
+        """SIGKILL, also to ranks that are stopped; `stop` then returns at once."""
+        self._signal(signal.SIGKILL, self._all())
+
+    def _all(self) -> list[ProcessRecord]:
+        """The ranks, those that have not joined included, before mlx.launch: a rank must not be restarted by anyone."""
+        children: list[ProcessRecord] = []
+        if (process := self.launcher.process()) is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                children = [ProcessRecord(c.pid, c.create_time()) for c in process.children(recursive=True)]
+        known = {record.pid: record for record in (*self._ranks.values(), *children)}
+        return [*known.values(), self.launcher]
+
+    @staticmethod
+    def _signal(number: signal.Signals, processes: list[ProcessRecord]) -> None:
+        for record in processes:
+            if (process := record.process()) is not None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+
+    async def _copy(self) -> None:
+        """Every line to the log of the rank whose label it bears; a line without goes where the last one went."""
+        assert self._process.stdout is not None
+        rest = b""
+        while part := await self._process.stdout.read(1 << 16):
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                self._write(line + b"\n")
+        if rest:
+            self._write(rest + b"\n")
+
+    def _write(self, line: bytes) -> None:
+        if label := LABEL.match(line):
+            self._speaking = int(label[1])
+            line = line[label.end() :]
+        self._logs.get(self._speaking, self._logs[LAUNCHER]).write(line.replace(b"\r", b""))
