@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from cluster.cli_macs import AsJson, Config, HostfileFlag, Hosts, Recorded, as_json, look, tell_unreachable
-from cluster.errors import BadSetting
+from cluster.errors import BadSetting, NoPlan
+from cluster.placement import Option
 
 
 def plan_command(
@@ -52,7 +53,13 @@ def plan_command(
         split=wanted,
         force=force,
     )
-    found = planner.plan(topology(seen), info, wishes)
+    try:
+        found = planner.plan(topology(seen), info, wishes)
+    except NoPlan as refused:
+        if as_json_:
+            options = [planner.option_values(option) for option in refused.options if isinstance(option, Option)]
+            typer.echo(as_json({"chosen": None, "others": options, "reason": refused.message, "advice": refused.hint}))
+        raise
     if as_json_:
         typer.echo(as_json(planner.as_values(found)))
     else:

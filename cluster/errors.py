@@ -251,7 +251,11 @@ class SplitRefused(ClusterError):
 
 
 class NoPlan(ClusterError):
-    """The model fits on these Macs in no way; the message tells needs, has and short by."""
+    """The model fits on these Macs in no way; `message` tells needs, has and short by, `options` each way's sums."""
+
+    def __init__(self, message: str, *, hint: str = "", options: tuple[object, ...] = ()) -> None:
+        super().__init__(message, hint=hint)
+        self.options = options
 
 
 # ---------------------------------------------------------------- other machines (ssh.py, probe.py, discover.py)

@@ -82,12 +82,17 @@ def as_values(found: Plan) -> dict[str, Any]:
     """The plan as plain values for `--json`: derived sums included, layers of the model left out."""
     values = dataclasses.asdict(dataclasses.replace(found, info=None))  # type: ignore[arg-type]
     info = msgspec.to_builtins(found.info)
-    options = [found.chosen, *found.others]
-    for option, plain in zip(options, [values["chosen"], *values["others"]], strict=True):
-        for rank, written in zip(option.ranks, plain["ranks"], strict=True):
-            written["budget"] |= {"needs": rank.budget.needs, "spare": rank.budget.spare}
+    values |= {"chosen": option_values(found.chosen), "others": [option_values(option) for option in found.others]}
     layers = len(info.pop("layers"))
     values["info"] = info | {"layers": layers, "weights": found.info.weights}
+    return values
+
+
+def option_values(option: Option) -> dict[str, Any]:
+    """One option as plain values, each rank's sum included."""
+    values = dataclasses.asdict(option)
+    for rank, written in zip(option.ranks, values["ranks"], strict=True):
+        written["budget"] |= {"needs": rank.budget.needs, "spare": rank.budget.spare}
     return values
 
 
@@ -192,7 +197,7 @@ def _no_plan(topology: Topology, info: wire.ModelInfo, wishes: Wishes, tried: li
         lines += [f"  {line(rank, len(info.layers))}" for rank in option.ranks]
     advice = list(_advice(topology, info, wishes))
     hint = "What would make it fit: " + "; ".join(advice) + "." if advice else "Use a smaller model."
-    return NoPlan("\n".join(lines), hint=hint)
+    return NoPlan("\n".join(lines), hint=hint, options=tuple(tried))
 
 
 def line(rank: Rank, layers: int) -> str:

@@ -59,7 +59,7 @@ def resolve(model: str | None, *, cache: Path, progress: Progress) -> ResolvedMo
         check_folder(path)
         return ResolvedModel(path.resolve().name, path.resolve())
     if path.is_file():
-        raise _wrong_format(f"{model} is a file", [path.name])
+        raise _wrong_format(model, [path.name])
     if found := _in_lm_studio(model):
         check_folder(found)
         return ResolvedModel(f"{found.parent.name}/{found.name}", found)
@@ -80,7 +80,7 @@ def config_only(model: str) -> Path:
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix != ".json":
-            raise _wrong_format(f"{model} is a file", [path.name])
+            raise _wrong_format(model, [path.name])
         return path
     if path.is_dir():
         if not (path / "config.json").is_file():

@@ -39,7 +39,7 @@ WIRE_DTYPE_BYTES = {"muse_spark": 4}  # its residual stream is float32 whatever 
 def describe(source: Path) -> wire.ModelInfo:
     """The facts of the model in a folder, or of a config.json by itself. Raises ValueError, OSError."""
     config = read_config(source)
-    measured = source.is_dir() and any(source.glob("model*.safetensors"))
+    measured = source.is_dir() and has_weights(source)
 
     def make() -> Any:
         return load_lazily(source, lazy=True)[0] if measured else build(config)
@@ -71,6 +71,15 @@ def describe(source: Path) -> wire.ModelInfo:
         measured=measured,
         parameters=parameters_of(model),
     )
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether the folder has all the weight files that its index names, or some where it has no index."""
+    present = {path.name for path in folder.glob("model*.safetensors")}
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return bool(present)
+    return set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()) <= present
 
 
 def read_config(source: Path) -> dict[str, Any]:

@@ -91,6 +91,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._refuse(401, "GatedRepo", f"Access to model {repository} is restricted.")
             if name in hub.repositories.get(repository, {}):
                 return self._file(name, hub.repositories[repository][name])
+            if repository in hub.repositories:
+                return self._refuse(404, "EntryNotFound", "Entry not found")
         self._refuse(404, "RepoNotFound", "Repository not found")
 
     def _json(self, value: object) -> None:

@@ -130,6 +130,14 @@ def test_sizes_of_a_folder_with_weights_are_from_their_headers(tiny_model):
     assert found.weights == stored
 
 
+def test_a_folder_that_lacks_some_of_its_weight_files_is_sized_by_its_config(tmp_path):
+    folder = written(tmp_path, config_of("llama"))
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert not describe(folder).measured
+
+
 def test_a_layer_that_was_kept_unpacked_counts_in_full(tmp_path):
     packed = {"group_size": 32, "bits": 4, "mode": "affine"}
     config = config_of("llama") | {"torch_dtype": "float32", "quantization": packed}
