@@ -16,7 +16,7 @@ from cluster import model_info
 from cluster.errors import ModelNotUnderstood, SplitRefused
 from parallel.blueprint import bytes_of, quantisation_of
 from parallel.engine import kv
-from parallel.model_info import describe, read_config
+from parallel.model_info import describe, main, read_config
 from parallel.wire import LayerInfo, ModelInfo, TensorSize
 
 TOKENS = 20
@@ -230,6 +230,20 @@ def test_a_child_that_hangs_is_ended_at_its_deadline(tmp_path):
 def test_a_child_that_dies_without_a_word_is_told(tmp_path):
     with pytest.raises(ModelNotUnderstood, match="exit code 7"):
         model_info.read(tmp_path, command=(sys.executable, "-c", "raise SystemExit(7)"))
+
+
+@pytest.mark.parametrize(("ranks", "code"), [("3", None), ("2", 3)])
+def test_asked_for_a_number_of_ranks_the_child_says_by_its_exit_code_whether_they_can_be(ranks, code, tmp_path, capsys):
+    folder = written(tmp_path, config_of("llama") | {"num_attention_heads": 9, "num_key_value_heads": 3})
+    ended = None
+    try:
+        main([str(folder), "--ranks", ranks])
+    except SystemExit as end:
+        ended = end.code
+    said = capsys.readouterr()
+    assert ended == code
+    assert json.loads(said.out)["family"] == "llama"
+    assert ("9 attention heads do not divide by 2" in said.err) == (code == 3)
 
 
 # ---------------------------------------------------------------- checks before ranks are started
