@@ -156,7 +156,7 @@ async def test_cancelling_before_it_is_ready_leaves_no_process(live, tmp_path, p
     await life.until(phase)
     await life.end()
     assert life.supervisor.ranks == []
-    assert life.supervisor._rank is None
+    assert life.supervisor._processes is None
 
 
 async def test_a_killed_rank_fails_open_requests_and_is_relaunched(live, tmp_path):
@@ -276,7 +276,7 @@ async def test_it_is_not_ready_before_the_tokenizer_is(live):
 async def test_a_full_disk_for_logs_is_told_and_the_rank_runs_on(live):
     life = live()
     await life.until("ready")
-    log = life.supervisor._rank.log
+    log = life.supervisor._processes.log
     with contextlib.closing(open("/dev/full", "wb", buffering=0)) as full:
         kept, log._file = log._file, full
         log.write(b"one line\n")
