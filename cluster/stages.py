@@ -59,6 +59,10 @@ class _Costs:
         by_time = bisect_right(self.read, self.read[start] + seconds * place.speed * (1 + 1e-12)) - 1
         return max(start, min(by_memory, by_time))
 
+    def all_furthest(self, place: Place, seconds: float) -> list[int]:
+        """`furthest` from every layer."""
+        return [self.furthest(start, place, seconds) for start in range(self.count)]
+
 
 def fits(layers: Sequence[Layer], places: Sequence[Place], orders: Sequence[Sequence[int]] = ()) -> bool:
     """Whether `split` would find one, without looking for the best."""
@@ -114,41 +118,52 @@ def _chain(costs: _Costs, places: Sequence[Place], orders: Sequence[Sequence[int
 
 
 def _any_order(costs: _Costs, places: Sequence[Place], seconds: float) -> list[int] | None:
-    """An order in which all places together hold all layers.
+    """An order in which all places together hold all layers, each with one at least.
 
-    Over sets of places used so far, only the furthest layer reached matters: who starts later gets at least as far.
+    For every set of places, the layers that it can end at are kept, as the bits of a number. Alike places are taken in
+    their order, since swapping them changes nothing.
     """
+    far = {place: costs.all_furthest(place, seconds) for place in set(places)}
+    before = [
+        sum(1 << other for other in range(number) if places[other] == place) for number, place in enumerate(places)
+    ]
     everyone = (1 << len(places)) - 1
-    best: list[tuple[int, int]] = [(0, -1)] + [(-1, -1)] * everyone  # set -> (layers reached, the place used last)
+    ends = [1] + [0] * everyone
     for used in range(everyone):
-        start = best[used][0]
-        if start < 0:
-            continue
-        left = len(places) - used.bit_count() - 1
         for number, place in enumerate(places):
-            if used >> number & 1:
-                continue
-            stop = min(costs.furthest(start, place, seconds), costs.count - left)
-            if stop > start and stop > best[used | 1 << number][0]:
-                best[used | 1 << number] = (stop, number)
-    if best[everyone][0] < costs.count:
+            if ends[used] and not used >> number & 1 and used & before[number] == before[number]:
+                ends[used | 1 << number] |= _onward(ends[used], far[place])
+    if not ends[everyone] >> costs.count & 1:
         return None
-    order, used = [], everyone
+    order, used, stop = [], everyone, costs.count
     while used:
-        order.append(best[used][1])
-        used ^= 1 << order[-1]
+        number, start = next(
+            (number, start)
+            for number, place in enumerate(places)
+            if used >> number & 1
+            for start in range(stop - 1, -1, -1)
+            if ends[used ^ 1 << number] >> start & 1 and far[place][start] >= stop
+        )
+        order.append(number)
+        used, stop = used ^ 1 << number, start
     return order[::-1]
 
 
 def _reaches(costs: _Costs, places: Sequence[Place], order: Sequence[int], seconds: float) -> bool:
     """Whether places in this order, each with at least one layer, hold all layers."""
-    start = 0
-    for number, place in enumerate(order):
-        stop = min(costs.furthest(start, places[place], seconds), costs.count - (len(order) - number - 1))
-        if stop <= start:
-            return False
-        start = stop
-    return start == costs.count
+    ends = 1
+    for place in order:
+        ends = _onward(ends, costs.all_furthest(places[place], seconds))
+    return bool(ends >> costs.count & 1)
+
+
+def _onward(starts: int, far: Sequence[int]) -> int:
+    """Where a stage can end that begins at any of `starts` (bits) and goes no further than `far` from each."""
+    stops = 0
+    for start, furthest in enumerate(far):
+        if starts >> start & 1 and furthest > start:
+            stops |= ((1 << (furthest - start)) - 1) << (start + 1)
+    return stops
 
 
 def _least_seconds(layers: Sequence[Layer], places: Sequence[Place], possible: Callable[[float], bool]) -> float | None:

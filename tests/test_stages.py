@@ -39,7 +39,7 @@ def slowest(layers, places, cut) -> float:
     return max(sum(layer.read for layer in layers[start:stop]) / places[place].speed for place, start, stop in cut)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(LAYERS, PLACES)
 def test_a_split_exists_exactly_when_brute_force_finds_one_and_is_nearly_as_fast(layers, places):
     able = [
@@ -55,7 +55,7 @@ def test_a_split_exists_exactly_when_brute_force_finds_one_and_is_nearly_as_fast
         assert slowest(layers, places, mine) <= best * SLOWER * (1 + 1e-9)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(LAYERS, PLACES)
 def test_every_layer_is_on_one_stage_in_order_every_place_is_used_once_and_nothing_is_over_its_room(layers, places):
     found = split(layers, places)
