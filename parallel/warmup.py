@@ -152,7 +152,7 @@ def self_check(executor: Executor, limits: Limits, send: Callable[[wire.Step], N
 def _engine(executor: Executor, limits: Limits, send: Callable[[wire.Step], None], hurry: bool = False) -> Engine:
     scheduler = Scheduler(limits, needs_host=sampling.needs_host)
     if hurry:
-        scheduler.pace.token_s = 0.0  # chunks as long as `limits` allow, however slow
+        scheduler.pace.token_s = 1e-9  # chunks as long as `limits` allow, however slow
     return Engine(scheduler, executor, depth=limits.depth, ahead=1 if limits.stages > 1 else 2, send=send)
 
 
