@@ -28,7 +28,6 @@ BEAT_S = 1.0
 JOIN_TIMEOUT_S = 5.0
 ALONE_S = 60.0  # how long a coordinator may be away before the rank leaves
 ALONE_EXIT_CODE = 3
-STAGGER_S = 0.05  # between ranks that are released into the same thing: simultaneous inits of jaccl hang now and then
 REMEMBERED_STEPS = 1 << 16  # digests kept to compare with other ranks', whose heartbeats are a second old
 
 
@@ -112,7 +111,7 @@ class Control:
         self._stats, self._oldest = stats, oldest
 
     def meet(self, point: str, fact: wire.Fact) -> list[wire.Fact]:
-        """Wait until every other rank has come to `point`, then release them one by one; everybody's facts, in order.
+        """Wait until every other rank has come to `point`, then release them all; everybody's facts, in order.
 
         How long that may take is the coordinator's business.
         """
@@ -120,7 +119,6 @@ class Control:
             self._changed.wait_for(lambda: len(self._arrived.get(point, {})) == self.size - 1)
             arrived = self._arrived.pop(point, {})
         for rank in sorted(arrived):
-            time.sleep(STAGGER_S)
             _try_send(self._followers[rank], wire.encode(wire.Go()))
         return [fact, *(arrived[rank] for rank in sorted(arrived))]
 

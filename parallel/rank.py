@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PUBLISH_S = 0.25
 PORT_TAKEN_EXIT_CODE = 4
 REFUSED_EXIT_CODE = 5
+STAGGER_S = 0.1  # between ranks that join the group: simultaneous inits of jaccl hang now and then
 BEGUN_AHEAD = 2  # steps that a follower has begun at once: it builds one while the device computes the other
 
 
@@ -79,15 +80,15 @@ def follow(plan: wire.RankPlan, rank: int, digest: str) -> int:
 
 def _prepare(plan: wire.RankPlan, rank: int, star: Control | Follower) -> tuple[list[wire.Fact], Executor]:
     """What every rank does alike: join the group, load its part, measure it. Each phase is reported."""
-    if plan.size > 1:
-        star.phase(wire.Progress(rank, "joining"))
-        star.meet("connect", wire.Fact())
-    star.phase(wire.Progress(rank, "connecting" if plan.size > 1 else "starting"))
+    star.phase(wire.Progress(rank, "joining" if plan.size > 1 else "starting"))
     from parallel import group as groups
 
     group = None
     if plan.size > 1:
         groups.clean_environment(plan.backend, os.environ)
+        star.meet("connect", wire.Fact())
+        star.phase(wire.Progress(rank, "connecting"))
+        time.sleep(rank * STAGGER_S)  # rank 0 listens before others call it: whom nobody answers waits for seconds
         group = groups.connect(plan.backend, rank, plan.size)
         groups.check_links(group, plan.backend)
 
