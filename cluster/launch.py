@@ -34,11 +34,13 @@ def rank_environment(environment: Mapping[str, str], libraries: Path = Path("/us
     """The environment of a rank, from the coordinator's.
 
     On Linux, Debian's OpenBLAS is preloaded when installed (`libraries` is where to look): the CPU wheel of MLX carries
-    a slow reference BLAS, and OpenBLAS makes products of 8-256 float32 rows 5 to 50 times faster.
+    a slow reference BLAS, and OpenBLAS makes products of 8-256 float32 rows 5 to 50 times faster. MLX's CUDA build keeps
+    400 graphs unless told otherwise, and every number of rows in a batch is one of its own.
     """
     result = {name: value for name, value in environment.items() if name != "CLUSTER_API_KEY"}
     result["PYTHONUNBUFFERED"] = "1"  # so that its last words are in the log when it is killed
     if sys.platform == "linux":
+        result.setdefault("MLX_CUDA_GRAPH_CACHE_SIZE", "4000")
         found = sorted(libraries.glob(f"{platform.machine()}-linux-gnu*/{OPENBLAS}"))
         if found:
             result["LD_PRELOAD"] = ":".join(filter(None, [str(found[0]), environment.get("LD_PRELOAD")]))
@@ -120,8 +122,13 @@ class RankProcess:
     def joined(self, message: wire.Joined) -> None:
         """It has said which process it is; we know."""
 
-    async def stop(self, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL after `grace_s` seconds; returns when the process is gone and its output is read."""
+    async def stop(self, grace_s: float, patience_s: float = 0.0) -> None:
+        """SIGTERM, then SIGKILL after `grace_s` seconds; returns when the process is gone and its output is read.
+
+        First it has `patience_s` seconds to end by itself.
+        """
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), patience_s)
         if self._process.returncode is None:
             self._signal(signal.SIGTERM)
             try:

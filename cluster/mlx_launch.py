@@ -14,6 +14,7 @@ import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,8 +32,10 @@ from parallel import wire
 
 LAUNCHER = -1  # stands for mlx.launch itself where ranks are numbered
 LABEL = re.compile(rb"\[rank (\d+)\] ")
+EXIT = re.compile(rb"Node with rank (\d+) exited with code (-?\d+)")
 FIRST_PORT, LAST_PORT = 32323, 60000
 FILL_BYTES = 1 << 18  # more than any pipe between mlx.launch and a rank holds
+FLUSH_S = 2.0  # for mlx.launch to pass on the last output and end, once the ranks are gone
 SYNCH = "MLX_METAL_FAST_SYNCH"
 
 
@@ -84,6 +87,7 @@ class LaunchedRanks:
         self._hostfile = hostfile
         self._size = size
         self._ranks: dict[int, ProcessRecord] = {}
+        self.exits: dict[int, str] = {}  # how the process of a rank ended, as far as mlx.launch has said it
         self._speaking = LAUNCHER
         self._output = asyncio.create_task(self._copy(), name="ranks-output")
         self.launcher = ProcessRecord.of(process.pid)
@@ -153,14 +157,17 @@ class LaunchedRanks:
         code = await self._process.wait()
         return f"mlx.launch {in_words(code)}"
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop(self, grace_s: float, patience_s: float = 0.0) -> None:
         """End every rank, then mlx.launch: SIGTERM, SIGKILL after `grace_s` seconds. Returns when all are gone.
 
-        Raises ProcessStuck.
+        First they have `patience_s` seconds to end by themselves: a rank that fails still has to say where. mlx.launch
+        goes last, since what it has not passed on is lost. Raises ProcessStuck.
         """
-        processes = self._all()
-        self._signal(signal.SIGTERM, processes)
-        await asyncio.to_thread(lambda: [end_process(record, grace_s) for record in processes])
+        *ranks, launcher = self._all()
+        await self._gone(patience_s, ranks)
+        self._signal(signal.SIGTERM, ranks)
+        await asyncio.to_thread(lambda: [end_process(record, grace_s) for record in ranks])
+        await self._gone(FLUSH_S, [launcher])
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
@@ -185,6 +192,13 @@ class LaunchedRanks:
         return [*known.values(), self.launcher]
 
     @staticmethod
+    async def _gone(patience_s: float, processes: list[ProcessRecord]) -> None:
+        """Wait until all `processes` have ended, at most `patience_s` seconds."""
+        end = time.monotonic() + patience_s
+        while time.monotonic() < end and any(record.process() is not None for record in processes):
+            await asyncio.sleep(0.02)
+
+    @staticmethod
     def _signal(number: signal.Signals, processes: list[ProcessRecord]) -> None:
         for record in processes:
             if (process := record.process()) is not None:
@@ -203,6 +217,10 @@ class LaunchedRanks:
             self._write(rest + b"\n")
 
     def _write(self, line: bytes) -> None:
+        if exits := EXIT.findall(line):
+            self.exits |= {int(rank): in_words(int(code)) for rank, code in exits}
+            self._logs[LAUNCHER].write(line)
+            return
         if label := LABEL.match(line):
             self._speaking = int(label[1])
             line = line[label.end() :]

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger("cluster.supervise")
 SHOWN_LOG_LINES = 12
+CLOSED = "its connection closed"  # as rank 0 says it of the others, and the connection to rank 0 of itself
 PHASES = ("launching", "starting", "joining", "connecting", "loading", "warming", "checking", "ready")
 
 
@@ -45,7 +46,8 @@ class Limits:
 
     `join_s`: from its start to the first sign of life after the Join. `beat_s`: between two signs of life, `connect_s`
     for joining the others, when it gives none. `phase_s`: in one phase of start-up without progress. A step is stuck
-    after `late` times what it should take, and never before the setting `stall_timeout`.
+    after `late` times what it should take, and never before the setting `stall_timeout`. When one is lost, all have
+    `last_words_s` to end by themselves before they are told to, and `stop_s` after that.
     """
 
     join_s: float = 120
@@ -53,6 +55,7 @@ class Limits:
     connect_s: float = 60
     phase_s: float = 900
     late: float = 20
+    last_words_s: float = 1
     stop_s: float = 3
     relaunches: int = 3
     window_s: float = 600
@@ -191,15 +194,15 @@ class Supervisor:
         try:
             while True:
                 self._enter("relaunching" if self._was_ready else "launching")
-                phase, reason = await self._live(resolved.folder)
+                phase = await self._live(resolved.folder)
                 if self._chat_error is not None:
                     raise self._chat_error
                 if not self._was_ready:
-                    raise self._start_failure(phase, reason)
+                    raise self._start_failure(phase, self.reason)
                 if not budget.take(time.monotonic()):
                     break
                 self.restarts += 1
-            self.reason = f"{reason}; it was relaunched {self._limits.relaunches} times in " + (
+            self.reason = f"{self.reason}; it was relaunched {self._limits.relaunches} times in " + (
                 f"{self._limits.window_s / 60:.0f} minutes and is not started again"
             )
             self._enter("failed")
@@ -207,8 +210,8 @@ class Supervisor:
         finally:
             chat.cancel()
 
-    async def _live(self, folder: Path) -> tuple[str, str]:
-        """One life of the ranks, from their launch until one is gone: the phase they had reached, and why it ended."""
+    async def _live(self, folder: Path) -> str:
+        """One life of the ranks, from their launch until one is gone: the phase they had reached; `reason` says why."""
         over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._over = over
         self._announced = None
@@ -226,7 +229,7 @@ class Supervisor:
             self.reason = await over
             phase = self.phase
             self._enter("lost")
-            return phase, self.reason
+            return phase
         finally:
             await _to_the_end(self._stop_ranks(processes, tasks))
 
@@ -269,8 +272,10 @@ class Supervisor:
         engine, self.engine, self.ready = self.engine, None, None
         if engine is not None:
             await (engine.close(self.reason) if self.reason else engine.close())
-        await processes.stop(self._limits.stop_s)
+        await processes.stop(self._limits.stop_s, self._limits.last_words_s if self.reason else 0)
         self.log_tail = processes.last_lines(SHOWN_LOG_LINES)
+        if isinstance(processes, LaunchedRanks) and self.reason:
+            self.reason = self._with_exit(self.reason, processes.exits)
         self.ranks = []
         self._processes = None
         self.stats = wire.Stats()
@@ -395,6 +400,14 @@ class Supervisor:
         """`reason` with the rank's number and host before it."""
         host = self._seen[rank].host if rank < len(self._seen) else "an unknown host"
         return f"rank {rank} on {host}: {reason}"
+
+    def _with_exit(self, reason: str, exits: dict[int, str]) -> str:
+        """`reason` with how the process ended, where the end of its connection was all that is known."""
+        for rank, how in exits.items():
+            if reason == self._of(rank, CLOSED):
+                logger.info("%s: rank %d %s", self.model, rank, how)
+                return f"{reason} and its process {how}"
+        return reason
 
     def _on_message(self, message: wire.Message) -> None:
         rank = getattr(message, "rank", 0)

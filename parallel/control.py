@@ -28,6 +28,7 @@ BEAT_S = 1.0
 JOIN_TIMEOUT_S = 5.0
 ALONE_S = 60.0  # how long a coordinator may be away before the rank leaves
 ALONE_EXIT_CODE = 3
+OTHERS_FIRST_S = 0.5  # before rank 0 tells of its own failure
 REMEMBERED_STEPS = 1 << 16  # digests kept to compare with other ranks', whose heartbeats are a second old
 
 
@@ -141,7 +142,12 @@ class Control:
             _try_send(follower, wire.encode(wire.Leave()))
 
     def fail(self, message: str, wait_s: float = 5.0) -> None:
-        """Tell the coordinator why this rank ends, waiting a little for one to join."""
+        """Tell the coordinator why this rank ends, waiting a little for one to join.
+
+        Where another rank is the cause, the end of its connection says so, and goes first.
+        """
+        if self.size > 1:
+            time.sleep(OTHERS_FIRST_S)
         deadline = time.monotonic() + wait_s
         while self._peer is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -196,8 +202,8 @@ class Control:
             greeting = self._greeting
             first = greeting if isinstance(greeting, wire.Progress) else wire.Progress(0, "ready")
             rest = [] if first is greeting else [greeting]
-            for message in (first, *self._told, *rest):
-                peer.sendall(wire.encode(message))
+            for known in (first, *self._told, *rest):
+                peer.sendall(wire.encode(known))
             self._peer = peer
         while (message := wire.read_frame(peer)) is not None:
             self.inbox.put(message)

@@ -33,6 +33,10 @@ STAGGER_S = 0.1  # between ranks that join the group: simultaneous inits of jacc
 BEGUN_AHEAD = 2  # steps that a follower has begun at once: it builds one while the device computes the other
 
 
+class StepRaised(Exception):
+    """A step raised on one of several ranks; the message is what it raised."""
+
+
 def main(argv: list[str]) -> int:
     """Run a rank to its end; returns its exit code."""
     plan = msgspec.json.decode(argv[0], type=wire.RankPlan)
@@ -58,7 +62,7 @@ def lead(plan: wire.RankPlan, digest: str) -> int:
         control.dismiss()
         return 0
     except Exception as error:
-        control.fail(f"{type(error).__name__}: {error}")
+        control.fail(_in_words(error))
         raise
 
 
@@ -74,7 +78,7 @@ def follow(plan: wire.RankPlan, rank: int, digest: str) -> int:
         obey(executor, star)
         return 0
     except Exception as error:
-        star.fail(f"{type(error).__name__}: {error}")
+        star.fail(_in_words(error))
         raise
 
 
@@ -177,10 +181,11 @@ def serve(engine: Engine, executor: Executor, control: Control) -> None:
                 engine.abort_all()
             for event in engine.events():
                 control.send(event)
-        for outgoing in engine.step():
-            control.send(outgoing)
+        said = engine.step()
         if executor.failed and control.size > 1:
-            raise RuntimeError(executor.failed)  # the other ranks executed that step: theirs and this KV now differ
+            raise StepRaised(executor.failed)  # the other ranks executed that step: theirs and this KV now differ
+        for outgoing in said:
+            control.send(outgoing)
         if (now_s := time.monotonic()) - published_s > PUBLISH_S:
             published_s = now_s
             control.publish(_with_memory(engine.stats()), engine.oldest)
@@ -194,7 +199,7 @@ def obey(executor: Executor, star: Follower) -> None:
             star.doing("computing", begun[0].id)
             executor.finish(begun.popleft())
             if executor.failed:
-                raise RuntimeError(executor.failed)
+                raise StepRaised(executor.failed)
             star.publish(_with_memory(wire.Stats(busy_s=executor.busy_s)))
             continue
         if not begun:
@@ -204,6 +209,10 @@ def obey(executor: Executor, star: Follower) -> None:
         star.doing("beginning", step.id)
         executor.begin(step)
         begun.append(step)
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, StepRaised) else f"{type(error).__name__}: {error}"
 
 
 def _with_memory(stats: wire.Stats) -> wire.Stats:

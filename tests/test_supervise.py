@@ -217,7 +217,9 @@ async def test_after_three_relaunches_it_is_failed_and_says_why(live):
 
 async def test_a_rank_that_dies_while_loading_ends_the_start_with_its_last_words(live):
     life = live("--crash-loading")
-    with pytest.raises(RankFailed, match="failed while loading: its process ended with exit code 7") as failure:
+    with pytest.raises(
+        RankFailed, match="failed while loading: rank 0 on this machine: its process ended with exit code 7"
+    ) as failure:
         await life.task
     assert "no weights here" in failure.value.message
 
