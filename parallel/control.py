@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -84,7 +85,7 @@ class Control:
         self._told: list[wire.Message] = []  # who joined and who was lost, for a coordinator that comes later
         self._greeting: wire.Progress | wire.Ready = wire.Progress(0, "starting")
         self._stats = wire.Stats()
-        self._oldest = (0, 0.0, 0.0)
+        self._oldest: Callable[[], tuple[int, float, float]] = lambda: (0, 0.0, 0.0)
         self._sent = 0
         self._running = 0
         self._digests: OrderedDict[int, int] = OrderedDict()
@@ -107,9 +108,15 @@ class Control:
             self._greeting = message
         self.send(message)
 
-    def publish(self, stats: wire.Stats, oldest: tuple[int, float, float]) -> None:
-        """What the next heartbeats say; `oldest`: the oldest unfinished step, when it was begun, its expected time."""
-        self._stats, self._oldest = stats, oldest
+    def publish(self, stats: wire.Stats) -> None:
+        """What the next heartbeats say of the engine."""
+        self._stats = stats
+
+    def watch(self, oldest: Callable[[], tuple[int, float, float]]) -> None:
+        """From now on heartbeats say what `oldest` does: the oldest unfinished step, when it was begun, its expected
+        time. A thread calls it, since the main thread may be stuck in that very step.
+        """
+        self._oldest = oldest
 
     def meet(self, point: str, fact: wire.Fact) -> list[wire.Fact]:
         """Wait until every other rank has come to `point`, then release them all; everybody's facts, in order.
@@ -283,7 +290,7 @@ class Control:
                 if orphan or time.monotonic() - self._alone_since > ALONE_S:
                     os._exit(ALONE_EXIT_CODE)
                 continue
-            step, begun_s, expected_s = self._oldest
+            step, begun_s, expected_s = self._oldest()
             since_s = time.monotonic() - begun_s if step else 0.0
             name = self._greeting.phase if isinstance(self._greeting, wire.Progress) else "ready"
             self.send(wire.Beat(0, name, step, since_s, self._stats, expected_s))

@@ -166,10 +166,11 @@ def _start_engine(plan: wire.RankPlan, control: Control) -> tuple[Engine, Execut
 def serve(engine: Engine, executor: Executor, control: Control) -> None:
     """Rank 0's loop: messages in, steps, messages out; returns when told to leave."""
     published_s = 0.0
+    control.watch(lambda: engine.oldest)
     while True:
         while engine.idle or not control.inbox.empty():
             if engine.idle and control.inbox.empty():
-                control.publish(_with_memory(engine.stats()), engine.oldest)
+                control.publish(_with_memory(engine.stats()))
             message = control.inbox.get()
             if isinstance(message, wire.Leave):
                 return
@@ -188,7 +189,7 @@ def serve(engine: Engine, executor: Executor, control: Control) -> None:
             control.send(outgoing)
         if (now_s := time.monotonic()) - published_s > PUBLISH_S:
             published_s = now_s
-            control.publish(_with_memory(engine.stats()), engine.oldest)
+            control.publish(_with_memory(engine.stats()))
 
 
 def obey(executor: Executor, star: Follower) -> None:

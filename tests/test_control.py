@@ -126,7 +126,9 @@ def test_messages_arrive_in_order_and_the_end_is_told(control: Control) -> None:
 
 def test_beats_come_by_themselves_and_say_what_was_published(control: Control) -> None:
     peer = Peer(port_of(control))
-    control.publish(wire.Stats(running=7), (12, time.monotonic() - 5, 1.0))
+    begun_s = time.monotonic() - 5
+    control.publish(wire.Stats(running=7))
+    control.watch(lambda: (12, begun_s, 1.0))
     beat = peer.until(wire.Beat)
     assert (beat.stats.running, beat.step) == (7, 12)
     assert beat.since_s >= 5

@@ -67,10 +67,14 @@ class Engine:
 
     @property
     def oldest(self) -> tuple[int, float, float]:
-        """The oldest unfinished step, when it was begun, and how long it should take; zeros when there is none."""
-        if not self._begun:
+        """The oldest unfinished step, when it was begun, and how long it should take; zeros when there is none.
+
+        Any thread may ask.
+        """
+        try:
+            step, since_s = self._begun[0]
+        except IndexError:
             return 0, 0.0, 0.0
-        step, since_s = self._begun[0]
         return step.id, since_s, self._scheduler.expected_s(step)
 
     def add(self, request: wire.Submit) -> None:
