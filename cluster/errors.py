@@ -295,3 +295,37 @@ class NoHosts(ClusterError):
 
 class RecordingUnreadable(ClusterError):
     """The folder given to --recorded holds no recorded hosts."""
+
+
+# ---------------------------------------------------------------- the same on all hosts (install.py, pull.py, same.py)
+
+
+class FolderOccupied(ClusterError):
+    """The folder for a model on a host also holds weights of another one, which would be loaded with it."""
+
+
+class HostNotInstallable(ClusterError):
+    """A host lacks what the environment needs before it can be put there: Python, or room on the disk."""
+
+
+class WheelsUnavailable(ClusterError):
+    """The pinned packages for a host's system and Python could not be fetched, or nothing says which they are."""
+
+
+class InstallFailed(ClusterError):
+    """The environment could not be made on a host, or is not the same there as here afterwards."""
+
+
+class VersionsDiffer(ClusterError):
+    """The hosts do not run the same macOS, Python, mlx, mlx-lm, cluster or model; each difference is named."""
+
+
+# ---------------------------------------------------------------- several hosts (deploy.py, sites.py)
+
+
+class HostBusy(ClusterError):
+    """Another coordinator's ranks run on a host."""
+
+
+class NotFit(ClusterError):
+    """Doctor found what keeps these hosts from running as a cluster."""

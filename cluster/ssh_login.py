@@ -1,7 +1,7 @@
 """How ssh.py gets into a host: what ssh's own configuration says, the connection, its host key, the keys that log in.
 
 `ssh -G` evaluates the configuration exactly as mlx.launch's ssh will (Include, Match, tokens); paramiko does the rest.
-A jump host is reached with the system's ssh. Only ssh.py calls this.
+A jump host is reached with the system's ssh. Called by ssh.py, and by carry.py for links between hosts.
 """
 
 from __future__ import annotations
