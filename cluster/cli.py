@@ -79,6 +79,12 @@ def up(
     log_prompts: Annotated[bool | None, option("Write prompts and answers to the log (no).")] = None,
     local: Annotated[int | None, option("Split the model over this many ranks on this machine (1).")] = None,
     hostfile: Annotated[str | None, option("Split it over the hosts of this file, in mlx.launch's format.")] = None,
+    hosts: Annotated[
+        str | None, option("Split it over these hosts, as ssh knows them, with commas between; auto asks Bonjour.")
+    ] = None,
+    backend: Annotated[str | None, option("auto, ring, jaccl or jaccl-ring (auto: as the cables allow).")] = None,
+    force: Annotated[bool | None, option("Go on past what doctor finds and past the memory plan (no).")] = None,
+    python: Annotated[str | None, option("The interpreter on the hosts (the one that `cluster install` made).")] = None,
     parallel: Annotated[str | None, option(f"auto, tensor or pipeline ({DEFAULT.parallel}).")] = None,
     split: Annotated[str | None, option("Layers of rank 0, 1, ... of a pipeline, like 20,10 (by size).")] = None,
     fast_synch: Annotated[

@@ -88,6 +88,13 @@ def _split(value: object) -> tuple[int, ...]:
     return split
 
 
+def _names(value: object) -> tuple[str, ...]:
+    values = value.split(",") if isinstance(value, str) else value
+    if not isinstance(values, (list, tuple)) or not all(isinstance(name, str) for name in values):
+        raise ValueError("names of hosts, like studio-a,studio-b")
+    return tuple(dict.fromkeys(name.strip() for name in values if name.strip()))
+
+
 def _file(value: object) -> str:
     return str(Path(_text(value)).expanduser().resolve())
 
@@ -118,7 +125,8 @@ class ClusterConfig:
 
     `prefix_memory` 0 switches prefix reuse off. `stall_timeout` is how long one step may run, in seconds, before its
     rank counts as stuck, however short it should be. `max_body` bounds one HTTP request body. `local` ranks run on this
-    machine, or one for each host of a `hostfile`; `split` are the layers of rank 0, 1, ... of a pipeline.
+    machine, or one for each host of a `hostfile` or of `hosts` ("auto": whom Bonjour finds); `split` are the layers of
+    rank 0, 1, ... of a pipeline. `python` is the remote ranks' interpreter, if not the one that `cluster install` made.
     """
 
     model: str | None = _setting(None, _model)
@@ -138,6 +146,10 @@ class ClusterConfig:
     log_prompts: bool = _setting(False, _truth)
     local: int | None = _setting(None, _whole(1, 64))
     hostfile: str | None = _setting(None, _file)
+    hosts: tuple[str, ...] = _setting((), _names)
+    backend: str = _setting("auto", _one_of("auto", "ring", "jaccl", "jaccl-ring"))
+    force: bool = _setting(False, _truth)
+    python: str | None = _setting(None, _text)
     parallel: str = _setting("auto", _one_of("auto", "tensor", "pipeline"))
     split: tuple[int, ...] = _setting((), _split)
     fast_synch: str = _setting("auto", _one_of("auto", "on", "off"))

@@ -126,7 +126,7 @@ def reap_leftovers(folders: Folders) -> list[int]:
     state = read_state(folders)
     if state is None:
         return []
-    return [rank.process.pid for rank in state.ranks if end_process(rank.process, grace_s=2)]
+    return [rank.process.pid for rank in state.local_ranks if end_process(rank.process, grace_s=2)]
 
 
 def run(launch: Launch, held: Claim, on_change: Callable[[dict[str, Any]], None] = lambda health: None) -> int:
@@ -222,6 +222,8 @@ async def _serve(
             model=supervisor.model,
             reason=_with_log(supervisor),
             ranks=list(supervisor.ranks),
+            launch=supervisor.launch[0],
+            hosts=supervisor.launch[1],
         )
         on_change(supervisor.health())
 
@@ -283,6 +285,7 @@ def _stop_signal(supervisor: Supervisor) -> asyncio.Future[None]:
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             loop.add_signal_handler(number, on_signal)
+    loop.add_signal_handler(signal.SIGUSR1, supervisor.take_in)
     return stop
 
 

@@ -34,8 +34,8 @@ def rank_environment(environment: Mapping[str, str], libraries: Path = Path("/us
     """The environment of a rank, from the coordinator's.
 
     On Linux, Debian's OpenBLAS is preloaded when installed (`libraries` is where to look): the CPU wheel of MLX carries
-    a slow reference BLAS, and OpenBLAS makes products of 8-256 float32 rows 5 to 50 times faster. MLX's CUDA build keeps
-    400 graphs unless told otherwise, and every number of rows in a batch is one of its own.
+    a slow reference BLAS, and OpenBLAS makes products of 8-256 float32 rows 5 to 50 times faster. MLX's CUDA build
+    keeps 400 graphs unless told otherwise, and every number of rows in a batch is one of its own.
     """
     result = {name: value for name, value in environment.items() if name != "CLUSTER_API_KEY"}
     result["PYTHONUNBUFFERED"] = "1"  # so that its last words are in the log when it is killed

@@ -10,23 +10,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import re
+import shlex
+import shutil
 import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import psutil
 
 from cluster.arrange import Arrangement
-from cluster.errors import PortTaken
+from cluster.deploy import Deployment
+from cluster.errors import ClusterError, PortTaken
 from cluster.hostfile import write as write_hostfile
 from cluster.launch import RANK_COMMAND, end_process, in_words, rank_environment
 from cluster.logs import LogFile
 from cluster.paths import Folders
+from cluster.sites import Sites, python_argv
 from cluster.state import ProcessRecord
 from parallel import wire
 
@@ -37,6 +42,7 @@ FIRST_PORT, LAST_PORT = 32323, 60000
 FILL_BYTES = 1 << 18  # more than any pipe between mlx.launch and a rank holds
 FLUSH_S = 2.0  # for mlx.launch to pass on the last output and end, once the ranks are gone
 SYNCH = "MLX_METAL_FAST_SYNCH"
+SSH_OPTIONS = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 
 
 def launcher() -> str:
@@ -45,13 +51,21 @@ def launcher() -> str:
 
 
 def launch_argv(
-    plan: wire.RankPlan, arrangement: Arrangement, hostfile: Path, port: int, fast_synch: str, command: Sequence[str]
+    plan: wire.RankPlan,
+    arrangement: Arrangement,
+    hostfile: Path,
+    port: int,
+    variables: Sequence[str],
+    command: Sequence[str],
 ) -> list[str]:
     """What a person would type to start these ranks by hand."""
+    words = [*command, msgspec.json.encode(plan).decode()]
+    if plan.size == 1:  # which mlx.launch cannot do with every backend
+        return ["ssh", "-tt", "--", plan.of(0).host, f"{' '.join(map(shlex.quote, variables))} {shlex.join(words)}"]
     argv = [launcher(), "--hostfile", str(hostfile), "--backend", arrangement.backend]
     argv += ["--nccl-port" if arrangement.backend == "nccl" else "--starting-port", str(port)]
-    argv += [word for name in synch_variables(arrangement, fast_synch) for word in ("--env", name)]
-    return [*argv, "--", *command, msgspec.json.encode(plan).decode()]
+    argv += [word for name in variables for word in ("--env", name)]
+    return [*argv, "--", *words]
 
 
 def synch_variables(arrangement: Arrangement, fast_synch: str) -> list[str]:
@@ -62,6 +76,28 @@ def synch_variables(arrangement: Arrangement, fast_synch: str) -> list[str]:
         return []
     pays = arrangement.strategy == "tensor" and arrangement.backend.startswith("jaccl")
     return [f"{SYNCH}={int(fast_synch == 'on' or (fast_synch == 'auto' and pays))}"]
+
+
+def remote_variables(deployment: Deployment, environment: Mapping[str, str]) -> list[str]:
+    """Variables that ranks on other hosts need; they do not inherit ours."""
+    names = ["PYTHONUNBUFFERED"]
+    if deployment.systems == {"Linux"}:
+        names += ["LD_PRELOAD", "OPENBLAS_NUM_THREADS"]
+    return [f"{name}={environment[name]}" for name in names if environment.get(name)]
+
+
+def patient_ssh(folders: Folders) -> Path:
+    """A folder with an `ssh` for mlx.launch, which calls it without any of the options that keep it from hanging.
+
+    It never asks, gives up on a host that does not answer, and notices a connection that has died.
+    """
+    folder = folders.state / "bin"
+    folder.mkdir(exist_ok=True)
+    script = folder / "ssh"
+    own = shutil.which("ssh") or "ssh"
+    script.write_text(f'#!/bin/sh\nexec {shlex.quote(own)} {SSH_OPTIONS} "$@"\n')
+    script.chmod(0o700)
+    return folder
 
 
 def free_ports(host: str, count: int) -> int:
@@ -77,18 +113,27 @@ def free_ports(host: str, count: int) -> int:
 
 
 class LaunchedRanks:
-    """mlx.launch as our child, and the ranks that it started. What they print goes to a log for each."""
+    """mlx.launch as our child, and the ranks that it started. What they print goes to a log for each.
+
+    With `sites`, ranks run on other hosts and are ended there.
+    """
 
     def __init__(
-        self, process: asyncio.subprocess.Process, logs: dict[int, LogFile], hostfile: Path, size: int
+        self,
+        process: asyncio.subprocess.Process,
+        logs: dict[int, LogFile],
+        plan: wire.RankPlan,
+        sites: Sites | None = None,
     ) -> None:
         self._process = process
         self._logs = logs
-        self._hostfile = hostfile
-        self._size = size
+        self._size = plan.size
+        self._launch = plan.launch
+        self._sites = sites
         self._ranks: dict[int, ProcessRecord] = {}
+        self.reports: dict[str, wire.Reaped | ClusterError] = {}  # by host, once it is stopped
         self.exits: dict[int, str] = {}  # how the process of a rank ended, as far as mlx.launch has said it
-        self._speaking = LAUNCHER
+        self._speaking = LAUNCHER if plan.size > 1 else 0  # a rank alone puts no label before its lines
         self._output = asyncio.create_task(self._copy(), name="ranks-output")
         self.launcher = ProcessRecord.of(process.pid)
 
@@ -101,6 +146,7 @@ class LaunchedRanks:
         *,
         fast_synch: str = "auto",
         command: Sequence[str] = RANK_COMMAND,
+        deployment: Deployment | None = None,
     ) -> LaunchedRanks:
         """Start `command` on every host. Raises FolderUnusable when a log or the hostfile cannot be written.
 
@@ -112,19 +158,26 @@ class LaunchedRanks:
         hostfile = folders.state / "hostfile.json"
         write_hostfile(arrangement.hostfile, hostfile)
         environment = rank_environment(os.environ)
+        sites, variables = None, synch_variables(arrangement, fast_synch)
+        if deployment is not None:
+            sites, command = deployment.sites, (*python_argv(deployment.sites.python), "-m", "parallel.rank")
+            variables += remote_variables(deployment, environment)
+            environment["PATH"] = f"{patient_ssh(folders)}{os.pathsep}{environment['PATH']}"
+            port = random.randrange(FIRST_PORT, LAST_PORT)
+        else:
+            port = free_ports("127.0.0.1", sum(len(host.ips) for host in arrangement.hostfile.hosts) or 1)
         if arrangement.local:
             threads = max(1, (os.cpu_count() or 1) // plan.size)
             environment = {"OPENBLAS_NUM_THREADS": str(threads)} | environment
-        port = free_ports("127.0.0.1", sum(len(host.ips) for host in arrangement.hostfile.hosts) or 1)
         process = await asyncio.create_subprocess_exec(
-            *launch_argv(plan, arrangement, hostfile, port, fast_synch, command),
+            *launch_argv(plan, arrangement, hostfile, port, variables, command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=environment,
             start_new_session=True,
         )
-        return cls(process, logs, hostfile, plan.size)
+        return cls(process, logs, plan, sites)
 
     def joined(self, message: wire.Joined) -> None:
         """A rank has said which process it is. Once all have, mlx.launch is given what cures its waiting."""
@@ -165,6 +218,8 @@ class LaunchedRanks:
         """
         *ranks, launcher = self._all()
         await self._gone(patience_s, ranks)
+        if self._sites is not None:
+            self.reports = await asyncio.to_thread(self._sites.end, self._launch, grace_s)
         self._signal(signal.SIGTERM, ranks)
         await asyncio.to_thread(lambda: [end_process(record, grace_s) for record in ranks])
         await self._gone(FLUSH_S, [launcher])
@@ -188,7 +243,8 @@ class LaunchedRanks:
         if (process := self.launcher.process()) is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 children = [ProcessRecord(c.pid, c.create_time()) for c in process.children(recursive=True)]
-        known = {record.pid: record for record in (*self._ranks.values(), *children)}
+        mine = self._ranks.values() if self._sites is None else ()  # the pids of other hosts mean nothing here
+        known = {record.pid: record for record in (*mine, *children)}
         return [*known.values(), self.launcher]
 
     @staticmethod

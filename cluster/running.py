@@ -14,6 +14,7 @@ from cluster.errors import NothingRuns, ServerUnanswering, StartFailed
 from cluster.launch import end_process
 from cluster.logs import follow, last_lines
 from cluster.paths import Folders
+from cluster.sites import Sites, raise_if_stuck
 from cluster.state import ClusterState, read_state
 
 STOP_S = 15  # the coordinator stops its rank within 4 s and its streams within 3 s
@@ -90,10 +91,14 @@ def end(folders: Folders) -> str | None:
         return None
     stopped = state.runs and end_process(state.coordinator, STOP_S)
     latest = read_state(folders) or state  # a rank may have been relaunched meanwhile
-    left = [rank.process.pid for rank in latest.ranks if end_process(rank.process, grace_s=2)]
+    left = [str(rank.process.pid) for rank in latest.local_ranks if end_process(rank.process, grace_s=2)]
+    if latest.hosts and latest.launch:
+        reports = Sites(tuple(latest.hosts), latest.settings.get("python")).end(latest.launch, 2.0)
+        raise_if_stuck(reports)
+        left += [f"{pid} on {host}" for host, report in reports.items() for pid in getattr(report, "ended", ())]
     if stopped:
         return f"Stopped the cluster at {state.url} (pid {state.coordinator.pid})."
-    return f"Ended rank {', '.join(map(str, left))}, left by a cluster that crashed." if left else None
+    return f"Ended rank {', '.join(left)}, left by a cluster that crashed." if left else None
 
 
 def log_lines(folders: Folders, *, count: int, goes_on: Callable[[], bool] | None) -> Iterator[str]:

@@ -59,6 +59,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     """One coordinator's life. `phase` as in supervise.py, or "ended"; `reason` and `hint` say why it failed or ended.
 
     `key_digest` is keyed with the launch's secret: it tells whether two API keys are the same, and nothing else.
+    `launch` is the id by which its ranks are found on other `hosts`.
     """
 
     coordinator: ProcessRecord
@@ -71,11 +72,18 @@ class ClusterState(msgspec.Struct, frozen=True):
     reason: str = ""
     hint: str = ""
     ranks: list[RankRecord] = []
+    launch: str = ""
+    hosts: list[str] = []
 
     @property
     def runs(self) -> bool:
         """Whether the coordinator is alive."""
         return self.phase != "ended" and self.coordinator.process() is not None
+
+    @property
+    def local_ranks(self) -> list[RankRecord]:
+        """The processes of this machine: all, or mlx.launch alone where the ranks are on other hosts."""
+        return [rank for rank in self.ranks if not self.hosts or rank.rank < 0]
 
     @property
     def needs_key(self) -> bool:

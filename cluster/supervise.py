@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cluster import hostfile, model_info
 from cluster.arrange import LOOPBACK, THIS_MACHINE, Arrangement, arrange, local_hostfile
 from cluster.config import ClusterConfig
+from cluster.deploy import Deployment, answering, deploy, owner, with_secret
 from cluster.engine_client import EngineClient
-from cluster.errors import BadSetting, EngineLost, RankFailed
+from cluster.errors import BadSetting, ClusterError, EngineLost, RankFailed
 from cluster.launch import RANK_COMMAND, RankProcess, free_port
 from cluster.mlx_launch import LaunchedRanks
 from cluster.paths import Folders
@@ -37,6 +38,7 @@ T = TypeVar("T")
 logger = logging.getLogger("cluster.supervise")
 SHOWN_LOG_LINES = 12
 CLOSED = "its connection closed"  # as rank 0 says it of the others, and the connection to rank 0 of itself
+LEAKED_BYTES = 4 << 30  # less may be the system's own
 PHASES = ("launching", "starting", "joining", "connecting", "loading", "warming", "checking", "ready")
 
 
@@ -55,6 +57,7 @@ class Limits:
     connect_s: float = 60
     phase_s: float = 900
     late: float = 20
+    look_again_s: float = 20
     last_words_s: float = 1
     stop_s: float = 3
     relaunches: int = 3
@@ -134,9 +137,13 @@ class Supervisor:
         self._progress: dict[str, Any] | None = None
         self._processes: RankProcess | LaunchedRanks | None = None
         self._arrangement: Arrangement | None = None
+        self._deployment: Deployment | None = None
+        self._returned: set[str] = set()  # hosts that were left out and answer again
+        self._warnings: list[str] = []
         self._seen: list[Seen] = []
         self._announced: wire.Ready | None = None
         self._was_ready = False
+        self._launch_id = ""
         self._chat_error: BaseException | None = None
         self._token_at: float | None = None
 
@@ -152,7 +159,8 @@ class Supervisor:
             "last_token_age_s": age,
             "restarts": self.restarts,
             "reason": self.reason,
-            "warnings": self._processes.errors if self._processes is not None else [],
+            "warnings": self._warnings + (self._processes.errors if self._processes is not None else []),
+            "left_out": self._left_out(),
             "pid": os.getpid(),
             "started": self.created,
             "context": self.ready.context if self.ready is not None else None,
@@ -172,6 +180,26 @@ class Supervisor:
             facts |= {"active_bytes": stats.active_bytes, "peak_bytes": stats.peak_bytes, "busy_s": stats.busy_s}
         return facts
 
+    def _left_out(self) -> dict[str, str]:
+        """Hosts that were asked for and have no rank, each with the reason."""
+        if (deployment := self._deployment) is None:
+            return {}
+        return {**deployment.unused, **deployment.away} | {
+            host: "it is back; `cluster up` takes it in" for host in self._returned
+        }
+
+    @property
+    def launch(self) -> tuple[str, list[str]]:
+        """The id of the running launch, and the other hosts on which its ranks are."""
+        hosts = list(self._deployment.sites.hosts) if self._deployment is not None else []
+        return self._launch_id, hosts
+
+    def take_in(self) -> None:
+        """Start anew with hosts that have come back; open requests get an error."""
+        if self._returned and self.phase == "ready":
+            self.restarts -= 1  # asked for, so it does not count against the budget
+            self._end_life(f"hosts come back: {', '.join(sorted(self._returned))}")
+
     def kill(self) -> None:
         """End the ranks without grace; `run` is being cancelled and its user is in a hurry."""
         if self._processes is not None:
@@ -188,11 +216,20 @@ class Supervisor:
         self._enter("resolving")
         resolved = await self._in_thread(self._resolve_model)
         self.model = resolved.name
-        self._arrangement = await self._in_thread(lambda: self._arrange(resolved.folder))
+        if not self._remote:
+            self._arrangement = await self._in_thread(lambda: self._arrange(resolved.folder))
         chat = asyncio.create_task(self._load_tokenizer(resolved.folder), name="load-chat")
         budget = RelaunchBudget(self._limits.relaunches, self._limits.window_s)
         try:
             while True:
+                if self._remote:
+                    try:
+                        await self._deploy(resolved)
+                    except ClusterError as error:
+                        if not self._was_ready:
+                            raise
+                        self.reason = f"{self.reason}; and then: {error.message}"
+                        break
                 self._enter("relaunching" if self._was_ready else "launching")
                 phase = await self._live(resolved.folder)
                 if self._chat_error is not None:
@@ -200,11 +237,11 @@ class Supervisor:
                 if not self._was_ready:
                     raise self._start_failure(phase, self.reason)
                 if not budget.take(time.monotonic()):
+                    self.reason = f"{self.reason}; it was relaunched {self._limits.relaunches} times in " + (
+                        f"{self._limits.window_s / 60:.0f} minutes and is not started again"
+                    )
                     break
                 self.restarts += 1
-            self.reason = f"{self.reason}; it was relaunched {self._limits.relaunches} times in " + (
-                f"{self._limits.window_s / 60:.0f} minutes and is not started again"
-            )
             self._enter("failed")
             await asyncio.get_running_loop().create_future()
         finally:
@@ -216,6 +253,8 @@ class Supervisor:
         self._over = over
         self._announced = None
         plan = self._plan(folder)
+        if (deployment := self._deployment) is not None:
+            plan = await self._in_thread(lambda: with_secret(plan, deployment, self._folders))
         self._seen = [Seen(plan.of(rank).host) for rank in range(plan.size)]
         processes = await self._launch(plan)
         tasks = [
@@ -223,6 +262,8 @@ class Supervisor:
             asyncio.create_task(self._watch_process(processes), name="watch-process"),
             asyncio.create_task(self._watch_beats(), name="watch-beats"),
         ]
+        if deployment is not None and deployment.away:
+            tasks.append(asyncio.create_task(self._watch_away(set(deployment.away)), name="watch-away"))
         for task in tasks:
             task.add_done_callback(self._watcher_ended)
         try:
@@ -245,6 +286,7 @@ class Supervisor:
                     self._folders,
                     fast_synch=self._config.fast_synch,
                     command=self._command,
+                    deployment=self._deployment,
                 )
             )
         try:
@@ -274,12 +316,63 @@ class Supervisor:
             await (engine.close(self.reason) if self.reason else engine.close())
         await processes.stop(self._limits.stop_s, self._limits.last_words_s if self.reason else 0)
         self.log_tail = processes.last_lines(SHOWN_LOG_LINES)
-        if isinstance(processes, LaunchedRanks) and self.reason:
-            self.reason = self._with_exit(self.reason, processes.exits)
+        if isinstance(processes, LaunchedRanks):
+            if self.reason:
+                self.reason = self._with_exit(self.reason, processes.exits)
+            self._warnings = self._not_given_back(processes.reports)
         self.ranks = []
         self._processes = None
         self.stats = wire.Stats()
         self._on_change()
+
+    def _not_given_back(self, reports: Mapping[str, wire.Reaped | ClusterError]) -> list[str]:
+        """Hosts that must be rebooted: a rank does not end there, or memory did not come back."""
+        before = self._deployment.available if self._deployment is not None else {}
+        told = []
+        for host, report in reports.items():
+            if isinstance(report, ClusterError):
+                told.append(f"{host} could not be asked whether its ranks have ended: {report.message}")
+            elif report.stuck:
+                pids = ", ".join(map(str, report.stuck))
+                told.append(f"reboot {host}: processes {pids} do not end, not even by SIGKILL")
+            elif before.get(host, 0) - report.available_bytes > LEAKED_BYTES:
+                missing = (before[host] - report.available_bytes) / 1e9
+                told.append(f"reboot {host} if nothing else uses it: {missing:.1f} GB of memory did not come back")
+        for warning in told:
+            logger.warning("%s", warning)
+        return told
+
+    @property
+    def _remote(self) -> bool:
+        """Whether ranks run on hosts that must be looked at first."""
+        config = self._config
+        return bool(config.hosts) or (config.hostfile is not None and not hostfile.read(Path(config.hostfile)).local)
+
+    async def _deploy(self, resolved: ResolvedModel) -> None:
+        """Look at the hosts and prepare them for the next launch."""
+
+        def say(phase: str, done: int, total: int) -> None:
+            note = {"what": phase, "done": done, "total": total, "unit": "bytes"} if total else None
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._enter, phase, note)
+
+        first = not self._was_ready
+        self._deployment = await self._in_thread(
+            lambda: deploy(self._config, self._folders, resolved.name, resolved.folder, first=first, say=say)
+        )
+        self._arrangement = self._deployment.arrangement
+        self._returned = set()
+        for note in (*self._deployment.notes, *(f"{h} is left out: {why}" for h, why in self._left_out().items())):
+            logger.info("%s", note)
+
+    async def _watch_away(self, away: set[str]) -> None:
+        """Notice when a host that could not be reached answers again."""
+        while away:
+            await asyncio.sleep(self._limits.look_again_s)
+            for host in await self._in_thread(lambda: answering(sorted(away))):
+                logger.info("%s is back; `cluster up` takes it in", host)
+                self._returned.add(host)
+                away.discard(host)
 
     def _arrange(self, folder: Path) -> Arrangement | None:
         """How the model is spread, or None for one rank. Blocks; raises ClusterError."""
@@ -300,20 +393,22 @@ class Supervisor:
         config = self._config
         # 0 lets the rank choose; a prefix cache of one byte holds nothing, which is what 0 asked for here
         prefix_bytes = 0 if config.prefix_memory is None else max(1, config.prefix_memory)
-        arrangement = self._arrangement
+        arrangement, deployment = self._arrangement, self._deployment
+        self._launch_id = secrets.token_hex(8)
         return wire.RankPlan(
             model=str(folder),
-            host=LOOPBACK,
-            port=free_port(LOOPBACK),
+            host=deployment.address if deployment is not None else LOOPBACK,
+            port=deployment.port if deployment is not None else free_port(LOOPBACK),
             secret_file=str(self._folders.secret),
-            parent=os.getpid(),
+            parent=os.getpid() if deployment is None else 0,
+            owner=owner(self._folders),
             context=config.context or 0,
             slots=config.slots,
             kv_limit_bytes=config.kv_memory or 0,
             prefix_bytes=prefix_bytes,
             chunk_tokens=config.prefill_step_size,
             wired_limit=config.wired_limit,
-            launch=secrets.token_hex(8),
+            launch=self._launch_id,
             strategy=arrangement.strategy if arrangement is not None else "single",
             backend=arrangement.backend if arrangement is not None else "",
             ranks=list(arrangement.ranks) if arrangement is not None else [],

@@ -46,7 +46,8 @@ class RankPlan(msgspec.Struct, frozen=True):
     whose end ends the rank when no coordinator is connected; 0 where there is none on this machine.
 
     With `ranks`, all ranks get this same plan and find their place in it by MLX_RANK; `strategy` is then "pipeline" or
-    "tensor", and `backend` the one of MLX that joins them. `launch` makes a launch unlike any other.
+    "tensor", and `backend` the one of MLX that joins them. `launch` makes a launch unlike any other; `owner` says who
+    started it.
     """
 
     model: str
@@ -61,6 +62,7 @@ class RankPlan(msgspec.Struct, frozen=True):
     chunk_tokens: int = 2048
     wired_limit: str = "auto"  # "auto" as mlx-lm sets it, or "off"
     launch: str = ""
+    owner: str = ""
     strategy: str = "single"
     backend: str = ""
     ranks: list[RankSpec] = []
@@ -401,6 +403,25 @@ class Refused(Message, frozen=True):
     """Answer to a Join that is not accepted; the connection closes after it."""
 
     reason: str
+
+
+# ---------------------------------------------------------------- whose ranks run (parallel/reap.py)
+
+
+class Running(msgspec.Struct, frozen=True):
+    """One rank's process, its launch, and the coordinator that started that ("user@host: state folder")."""
+
+    pid: int
+    launch: str
+    owner: str
+
+
+class Reaped(msgspec.Struct, frozen=True):
+    """The ranks that ended and those that did not, by pid, and the memory that is available after it, in bytes."""
+
+    ended: list[int]
+    stuck: list[int]
+    available_bytes: int
 
 
 # ---------------------------------------------------------------- what a model needs (parallel/model_info.py)

@@ -299,7 +299,7 @@ def test_the_api_answers_while_the_model_loads(cluster, tmp_path):
 def test_a_rank_that_fails_to_start_is_an_error_with_its_last_words(cluster, detach):
     code, output = cluster.run(*cluster.up, *detach, modes=("--crash-loading",))
     assert code == 1
-    assert "failed while loading: its process ended with exit code 7" in output
+    assert "failed while loading: rank 0 on this machine: its process ended with exit code 7" in output
     assert "Traceback: no weights here" in output
     assert "exit code 7" in cluster.run("status")[1]
 
