@@ -39,7 +39,7 @@ def plan_command(
     for flag, value in (("--context", context), ("--slots", slots)):
         if value is not None and value < 1:
             raise BadSetting(f"{flag} must be at least 1, not {value}.")
-    wanted = _numbers(split)
+    wanted = numbers(split)
     source = weights.config_only(model)
     seen, unreachable = look(hosts, hostfile, recorded, config)
     tell_unreachable(unreachable)
@@ -68,7 +68,7 @@ def plan_command(
         show_plan(model, found)
 
 
-def _numbers(split: str | None) -> tuple[int, ...]:
+def numbers(split: str | None) -> tuple[int, ...]:
     """(30, 31) of "30,31"."""
     if split is None:
         return ()

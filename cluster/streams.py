@@ -61,7 +61,8 @@ def answer(
     with contextlib.ExitStack() as stack, tempfile.TemporaryFile() as errors:
         feeder = None
         if feed:
-            feeder = stack.enter_context(_started(feed, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE))
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            feeder = stack.enter_context(_started(feed, **pipes))
         stdin = feeder.stdout if feeder is not None else subprocess.DEVNULL
         process = stack.enter_context(_started(argv, stdin=stdin, stdout=subprocess.PIPE, stderr=errors))
         if feeder is not None and feeder.stdout is not None:
