@@ -51,6 +51,9 @@ class Service(Protocol):
     def ready(self) -> wire.Ready | None: ...
     @property
     def stats(self) -> wire.Stats: ...
+
+    @property
+    def rank_stats(self) -> list[tuple[str, wire.Stats]]: ...
     def health(self) -> dict[str, Any]:
         """Phase, progress, age of the last token and reason, for people and for probes."""
         ...
@@ -100,7 +103,7 @@ class _Api:
     def __init__(self, service: Service, settings: Settings) -> None:
         self._service = service
         self._settings = settings
-        self._metrics = Metrics(lambda: (service.stats, service.ready))
+        self._metrics = Metrics(lambda: (service.stats, service.ready), lambda: service.rank_stats)
 
     async def chat_completions(self, request: Request) -> Response:
         return await self._generate(request, ChatBody, chat_request, ChatWriter)

@@ -112,7 +112,12 @@ def _start(settings: ClusterConfig, detach: bool) -> None:
         _tell(f"warning: everyone who reaches {settings.host} may use the API; --api-key asks them for a key.")
     held = coordinator.claim(settings, folders)
     if isinstance(held, ClusterState):
-        typer.echo(f"Already running at {held.url}/v1 (pid {held.coordinator.pid}, {held.phase}).")
+        if back := running.returned(held):
+            typer.echo(f"Taking in {', '.join(back)}.")
+            with StartView(url, _shown_key(settings)) as view:
+                running.take_in(held, view.update)
+        else:
+            typer.echo(f"Already running at {held.url}/v1 (pid {held.coordinator.pid}, {held.phase}).")
         return
     code = 0
     with StartView(url, _shown_key(settings)) as view:
@@ -158,6 +163,7 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 @app.command()
 def logs(
+    which: Annotated[str | None, typer.Argument(help="A rank's number, its host, or coordinator (all).")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the cluster ends or Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Last lines of each log.")] = 20,
 ) -> None:
@@ -172,7 +178,7 @@ def logs(
         state = None
     goes_on = (lambda: state.runs) if follow and state is not None else None
     try:
-        for line in running.log_lines(folders, count=lines, goes_on=goes_on):
+        for line in running.log_lines(folders, count=lines, goes_on=goes_on, which=which, state=state):
             typer.echo(line)
     except KeyboardInterrupt:
         raise typer.Exit from None

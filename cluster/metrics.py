@@ -21,9 +21,16 @@ WHOLE_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
 class Metrics:
-    """Counts and histograms. `engine` returns the latest Stats and Ready (None while there is no engine)."""
+    """Counts and histograms. `engine` returns the latest Stats and Ready (None while there is no engine).
 
-    def __init__(self, engine: Callable[[], tuple[wire.Stats, wire.Ready | None]]) -> None:
+    `ranks` returns host and Stats of each rank.
+    """
+
+    def __init__(
+        self,
+        engine: Callable[[], tuple[wire.Stats, wire.Ready | None]],
+        ranks: Callable[[], list[tuple[str, wire.Stats]]] = list,
+    ) -> None:
         self.registry = CollectorRegistry()
         registry = self.registry
         self._requests = Counter(
@@ -53,6 +60,7 @@ class Metrics:
             registry=registry,
         )
         registry.register(_EngineCollector(engine))
+        registry.register(_RankCollector(ranks))
 
     def tokens_came(self, run: Run, gap_s: float, first: bool) -> None:
         """A token of `run` came, `gap_s` after the one before it or, for the first, after the submission."""
@@ -108,3 +116,19 @@ class _EngineCollector(Collector):
         )
         for name, text, value in counters:
             yield CounterMetricFamily(name, text, value=value)
+
+
+class _RankCollector(Collector):
+    """What each rank says of itself. The idle share of a stage is 1 - rate(cluster_rank_busy_seconds_total)."""
+
+    def __init__(self, ranks: Callable[[], list[tuple[str, wire.Stats]]]) -> None:
+        self._ranks = ranks
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ("rank", "host")
+        busy = CounterMetricFamily("cluster_rank_busy_seconds", "Time in steps, waiting left out.", labels=labels)
+        memory = GaugeMetricFamily("cluster_rank_memory_bytes", "MLX memory in use.", labels=labels)
+        for rank, (host, stats) in enumerate(self._ranks()):
+            busy.add_metric((str(rank), host), stats.busy_s)
+            memory.add_metric((str(rank), host), stats.active_bytes)
+        yield from (busy, memory)

@@ -54,6 +54,11 @@ class Folders:
         return self.state / "secret"
 
     @property
+    def fast_synch_off(self) -> Path:
+        """Exists once a step stalled with MLX_METAL_FAST_SYNCH on; remove it to let `auto` switch it on again."""
+        return self.state / "fast-synch-off"
+
+    @property
     def coordinator_log(self) -> Path:
         """What the coordinator says."""
         return self.logs / "coordinator.log"

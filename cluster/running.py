@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from cluster.errors import NothingRuns, ServerUnanswering, StartFailed
+from cluster.errors import BadSetting, NothingRuns, ServerUnanswering, StartFailed
 from cluster.launch import end_process
 from cluster.logs import follow, last_lines
 from cluster.paths import Folders
@@ -76,6 +78,31 @@ def wait_ready(process: subprocess.Popen[bytes], folders: Folders, update: Calla
     raise _why_ended(process.pid, code, folders)
 
 
+def returned(state: ClusterState) -> list[str]:
+    """Hosts that the running cluster had to leave out and that answer again. Raises ServerUnanswering."""
+    names: list[str] = ask(state).get("returned", [])
+    return names
+
+
+def take_in(state: ClusterState, update: Callable[[dict[str, Any]], None]) -> None:
+    """Have the coordinator start its ranks anew with the hosts that came back; returns when it is ready.
+
+    `update` gets its health. Raises StartFailed.
+    """
+    os.kill(state.coordinator.pid, signal.SIGUSR1)
+    left = False
+    while True:
+        health = ask(state)
+        left = left or health["status"] != "ready"
+        if left:
+            update(health)
+        if health["status"] == "failed":
+            raise StartFailed(health["reason"], hint="`cluster down` ends it, `cluster logs` shows more.")
+        if left and health["status"] == "ready":
+            return
+        time.sleep(0.1)
+
+
 def _why_ended(pid: int, code: int, folders: Folders) -> StartFailed:
     state = read_state(folders)
     if state is not None and state.coordinator.pid == pid and state.reason:
@@ -101,11 +128,29 @@ def end(folders: Folders) -> str | None:
     return f"Ended rank {', '.join(left)}, left by a cluster that crashed." if left else None
 
 
-def log_lines(folders: Folders, *, count: int, goes_on: Callable[[], bool] | None) -> Iterator[str]:
-    """The last `count` lines of each log, then, while `goes_on()`, what is added; each with the name of its process."""
+def log_lines(
+    folders: Folders,
+    *,
+    count: int,
+    goes_on: Callable[[], bool] | None,
+    which: str | None = None,
+    state: ClusterState | None = None,
+) -> Iterator[str]:
+    """The last `count` lines of each log, then, while `goes_on()`, what is added; each with the name of its process.
+
+    `which` is a rank's number, a host of `state`, or a process's name. Raises BadSetting.
+    """
     logs = {"coordinator": folders.coordinator_log}
+    if folders.launcher_log.exists():
+        logs["launcher"] = folders.launcher_log
     for path in sorted(folders.logs.glob("rank-*.log")):
         logs[path.stem.replace("-", " ")] = path
+    if which is not None:
+        hosts = {f"rank {rank.rank}" for rank in state.ranks if rank.host == which} if state is not None else set()
+        chosen = {name: path for name, path in logs.items() if name in (which, f"rank {which}") or name in hosts}
+        if not chosen:
+            raise BadSetting(f"There is no log of {which}.", hint=f"There are: {', '.join(logs)}.")
+        logs = chosen
     for name, path in logs.items():
         yield from (f"{name} | {line}" for line in last_lines(path, count))
     if goes_on is None:

@@ -14,7 +14,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,9 +24,10 @@ from cluster.deploy import Deployment, answering, deploy, owner, with_secret
 from cluster.engine_client import EngineClient
 from cluster.errors import BadSetting, ClusterError, EngineLost, RankFailed
 from cluster.launch import RANK_COMMAND, RankProcess, free_port
-from cluster.mlx_launch import LaunchedRanks
+from cluster.mlx_launch import LaunchedRanks, synch_variables
 from cluster.paths import Folders
 from cluster.state import RankRecord
+from cluster.watch import STALLED, Limits, Watch
 from parallel import wire
 
 if TYPE_CHECKING:
@@ -37,52 +37,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger("cluster.supervise")
 SHOWN_LOG_LINES = 12
+LIMITS = Limits()
 CLOSED = "its connection closed"  # as rank 0 says it of the others, and the connection to rank 0 of itself
 LEAKED_BYTES = 4 << 30  # less may be the system's own
-PHASES = ("launching", "starting", "joining", "connecting", "loading", "warming", "checking", "ready")
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How long a rank may take, in seconds, before it counts as lost, and how often it is relaunched.
-
-    `join_s`: from its start to the first sign of life after the Join. `beat_s`: between two signs of life, `connect_s`
-    for joining the others, when it gives none. `phase_s`: in one phase of start-up without progress. A step is stuck
-    after `late` times what it should take, and never before the setting `stall_timeout`. When one is lost, all have
-    `last_words_s` to end by themselves before they are told to, and `stop_s` after that.
-    """
-
-    join_s: float = 120
-    beat_s: float = 8
-    connect_s: float = 60
-    phase_s: float = 900
-    late: float = 20
-    look_again_s: float = 20
-    last_words_s: float = 1
-    stop_s: float = 3
-    relaunches: int = 3
-    window_s: float = 600
-
-
-@dataclass(slots=True)
-class Seen:
-    """What the coordinator knows of one rank; times from time.monotonic()."""
-
-    host: str
-    phase: str = "launching"
-    since: float = field(default_factory=time.monotonic)
-    heard: float = field(default_factory=time.monotonic)
-    done: int = 0
-    total: int = 0
-    beat: wire.Beat | None = None
-    versions: dict[str, str] = field(default_factory=dict)
-
-    def enter(self, phase: str, done: int = 0, total: int = 0) -> None:
-        """Take a sign of progress."""
-        if (phase, done) != (self.phase, self.done):
-            self.since = time.monotonic()
-        self.phase, self.done = phase, done
-        self.total = total or self.total
 
 
 class RelaunchBudget:
@@ -114,7 +71,7 @@ class Supervisor:
         load_chat: Callable[[Path], ChatModel],
         rank_command: Sequence[str] = RANK_COMMAND,
         on_change: Callable[[], None] = lambda: None,
-        limits: Limits = Limits(),
+        limits: Limits = LIMITS,
     ) -> None:
         self.model = config.model or "default"
         self.created = int(time.time())
@@ -140,8 +97,7 @@ class Supervisor:
         self._deployment: Deployment | None = None
         self._returned: set[str] = set()  # hosts that were left out and answer again
         self._warnings: list[str] = []
-        self._seen: list[Seen] = []
-        self._announced: wire.Ready | None = None
+        self._watch = Watch([], limits, config.stall_timeout)
         self._was_ready = False
         self._launch_id = ""
         self._chat_error: BaseException | None = None
@@ -161,24 +117,27 @@ class Supervisor:
             "reason": self.reason,
             "warnings": self._warnings + (self._processes.errors if self._processes is not None else []),
             "left_out": self._left_out(),
+            "returned": sorted(self._returned),
             "pid": os.getpid(),
             "started": self.created,
             "context": self.ready.context if self.ready is not None else None,
             "strategy": self._arrangement.strategy if self._arrangement is not None else "single",
+            "backend": self._arrangement.backend if self._arrangement is not None else "",
             "ranks": [self._rank_health(r) for r in self.ranks if r.rank >= 0],
             "requests": {"waiting": self.stats.waiting, "running": self.stats.prefilling + self.stats.running},
         }
 
     def _rank_health(self, record: RankRecord) -> dict[str, Any]:
-        seen = self._seen[record.rank]
         facts: dict[str, Any] = {"rank": record.rank, "host": record.host, "pid": record.process.pid}
         if self._arrangement is not None:
             spec = self._arrangement.ranks[record.rank]
-            facts |= {"phase": seen.phase, "layers": [spec.start, spec.stop]}
-        if seen.beat is not None:
-            stats = seen.beat.stats
-            facts |= {"active_bytes": stats.active_bytes, "peak_bytes": stats.peak_bytes, "busy_s": stats.busy_s}
-        return facts
+            facts["layers"] = [spec.start, spec.stop]
+        return facts | self._watch.facts(record.rank)
+
+    @property
+    def rank_stats(self) -> list[tuple[str, wire.Stats]]:
+        """Host and latest numbers of each rank, for metrics."""
+        return [(seen.host, seen.beat.stats if seen.beat is not None else wire.Stats()) for seen in self._watch.ranks]
 
     def _left_out(self) -> dict[str, str]:
         """Hosts that were asked for and have no rank, each with the reason."""
@@ -251,11 +210,11 @@ class Supervisor:
         """One life of the ranks, from their launch until one is gone: the phase they had reached; `reason` says why."""
         over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._over = over
-        self._announced = None
         plan = self._plan(folder)
         if (deployment := self._deployment) is not None:
             plan = await self._in_thread(lambda: with_secret(plan, deployment, self._folders))
-        self._seen = [Seen(plan.of(rank).host) for rank in range(plan.size)]
+        hosts = [plan.of(rank).host for rank in range(plan.size)]
+        self._watch = Watch(hosts, self._limits, self._config.stall_timeout)
         processes = await self._launch(plan)
         tasks = [
             asyncio.create_task(self._connect(plan), name="connect"),
@@ -269,6 +228,7 @@ class Supervisor:
         try:
             self.reason = await over
             phase = self.phase
+            self._blame_fast_synch()
             self._enter("lost")
             return phase
         finally:
@@ -284,7 +244,7 @@ class Supervisor:
                     plan,
                     self._arrangement,
                     self._folders,
-                    fast_synch=self._config.fast_synch,
+                    fast_synch="off" if self._synch_off else self._config.fast_synch,
                     command=self._command,
                     deployment=self._deployment,
                 )
@@ -298,11 +258,25 @@ class Supervisor:
         self._record()
         return processes
 
+    def _blame_fast_synch(self) -> None:
+        """After a stall with MLX_METAL_FAST_SYNCH on: off from now on, for this user's clusters."""
+        switched_on = self._arrangement is not None and any(
+            variable.endswith("=1") for variable in synch_variables(self._arrangement, self._config.fast_synch)
+        )
+        if STALLED in self.reason and switched_on and not self._synch_off:
+            self.reason += "; MLX_METAL_FAST_SYNCH was on and is off from now on"
+            with contextlib.suppress(OSError):
+                self._folders.fast_synch_off.touch()
+
+    @property
+    def _synch_off(self) -> bool:
+        return self._config.fast_synch == "auto" and self._folders.fast_synch_off.exists()
+
     def _record(self) -> None:
         """Whoever cleans up after a crash of ours must know these processes."""
         if self._processes is not None:
             self.ranks = [
-                RankRecord(rank, self._seen[rank].host if rank >= 0 else THIS_MACHINE, process)
+                RankRecord(rank, self._watch.ranks[rank].host if rank >= 0 else THIS_MACHINE, process)
                 for rank, process in sorted(self._processes.processes.items())
             ]
         self._on_change()
@@ -436,10 +410,10 @@ class Supervisor:
             except OSError:
                 await asyncio.sleep(0.05)  # it does not listen yet; _watch_process and _watch_beats bound this
             except (EngineLost, wire.WireError) as error:
-                await self._end_after_process(self._of(0, str(error).rstrip(".")))
+                await self._end_after_process(self._watch.of(0, str(error).rstrip(".")))
                 return
         reason = await asyncio.shield(self.engine.lost)
-        await self._end_after_process(self._of(0, reason))
+        await self._end_after_process(self._watch.of(0, reason))
 
     async def _end_after_process(self, reason: str) -> None:
         """A connection ends a moment before its process does, and how the process ended says more: let it go first."""
@@ -454,103 +428,54 @@ class Supervisor:
             await asyncio.sleep(1)
             self._end_life(how)
         else:
-            self._end_life(self._of(0, how))
+            self._end_life(self._watch.of(0, how))
 
     async def _watch_beats(self) -> None:
         tick_s = min(0.5, self._limits.beat_s / 4)
         while True:
             before = time.monotonic()
             await asyncio.sleep(tick_s)
-            now = time.monotonic()
-            if now - before > tick_s + 2:  # we were asleep ourselves (a stopped process, a closed lid): hear them first
-                for seen in self._seen:
-                    seen.heard = seen.since = now
-            if reason := self._trouble(now):
+            if time.monotonic() - before > tick_s + 2:
+                self._watch.hear_them_first()
+            if reason := self._watch.trouble():
                 self._end_life(reason)
-
-    def _trouble(self, now: float) -> str:
-        """Which rank is silent, stuck in a step or in a phase of its start, or ""."""
-        limits = self._limits
-        for rank, seen in enumerate(self._seen):
-            silent_s = now - seen.heard
-            beats = seen.beat is not None or self._announced is not None
-            allowed_s = limits.connect_s if seen.phase == "connecting" else limits.beat_s if beats else limits.join_s
-            if silent_s > allowed_s:
-                while_ = "" if beats and seen.phase == "ready" else f" while {seen.phase}"
-                return self._of(rank, f"it gave no sign of life for {allowed_s:g} s{while_}")
-            if seen.phase in PHASES[:-1] and now - seen.since > limits.phase_s:
-                return self._of(rank, f"{seen.phase} has taken {limits.phase_s:g} s without progress")
-        leader = self._seen[0].beat
-        if leader is not None and leader.since_s > max(self._config.stall_timeout, limits.late * leader.expected_s):
-            stuck = "; ".join(
-                f"rank {rank} ({seen.host}) is {seen.beat.phase} in step {seen.beat.step}"
-                for rank, seen in enumerate(self._seen)
-                if rank and seen.beat is not None
-            )
-            reason = f"its step {leader.step} has run for {leader.since_s:.0f} s without an end"
-            return self._of(0, f"{reason}; {stuck}" if stuck else reason)
-        return ""
-
-    def _of(self, rank: int, reason: str) -> str:
-        """`reason` with the rank's number and host before it."""
-        host = self._seen[rank].host if rank < len(self._seen) else "an unknown host"
-        return f"rank {rank} on {host}: {reason}"
 
     def _with_exit(self, reason: str, exits: dict[int, str]) -> str:
         """`reason` with how the process ended, where the end of its connection was all that is known."""
         for rank, how in exits.items():
-            if reason == self._of(rank, CLOSED):
+            if reason == self._watch.of(rank, CLOSED):
                 logger.info("%s: rank %d %s", self.model, rank, how)
                 return f"{reason} and its process {how}"
         return reason
 
     def _on_message(self, message: wire.Message) -> None:
         rank = getattr(message, "rank", 0)
-        if not 0 <= rank < len(self._seen):
+        if not 0 <= rank < len(self._watch.ranks):
             return
-        seen = self._seen[rank]
-        seen.heard = time.monotonic()
-        if isinstance(message, wire.Beat):
-            if rank == 0:
-                if message.stats.output_tokens > self.stats.output_tokens:
-                    self._token_at = seen.heard
-                self.stats = message.stats
-            seen.beat = message
+        self._watch.heard(rank, message)
+        if isinstance(message, wire.Beat) and rank == 0:
+            if message.stats.output_tokens > self.stats.output_tokens:
+                self._token_at = time.monotonic()
+            self.stats = message.stats
         elif isinstance(message, wire.Progress):
-            seen.enter(message.phase, message.done, message.total)
-            self._show_progress()
-        elif isinstance(message, wire.Joined):
-            seen.versions = message.versions
-            if self._processes is not None:
-                self._processes.joined(message)
-                self._record()
+            phase, done, total = self._watch.progress()
+            if phase not in ("launching", "starting", "ready"):
+                what = {"what": phase, "done": done, "total": total, "unit": "bytes"} if total else None
+                self._enter(phase, what)
+        elif isinstance(message, wire.Joined) and self._processes is not None:
+            self._processes.joined(message)
+            self._record()
         elif isinstance(message, wire.Ready):
-            for other in self._seen:
-                other.enter("ready")
-            self._announced = message
             self._check_ready()
         elif isinstance(message, wire.Lost):
-            self._end_life(self._of(rank, message.reason))
+            self._end_life(self._watch.of(rank, message.reason))
         elif isinstance(message, wire.Failed):
-            self._end_life(self._of(rank, message.message.rstrip(".")))
-
-    def _show_progress(self) -> None:
-        """The cluster is as far as its last rank."""
-        phases = [seen.phase if seen.phase in PHASES else "ready" for seen in self._seen]
-        phase = min(phases, key=PHASES.index)
-        if phase in ("starting", "launching", "ready"):
-            return
-        totals = [seen.total for seen in self._seen]
-        if phase == "loading" and all(totals):
-            done = sum(seen.done if seen.phase == phase else seen.total for seen in self._seen)
-            self._enter(phase, {"what": phase, "done": done, "total": sum(totals), "unit": "bytes"})
-        else:
-            self._enter(phase)
+            self._end_life(self._watch.of(rank, message.message.rstrip(".")))
 
     def _check_ready(self) -> None:
-        if self._announced is None or self.chat is None or self.phase == "ready":
+        if self._watch.announced is None or self.chat is None or self.phase == "ready":
             return
-        self.ready = self._announced
+        self.ready = self._watch.announced
         self.reason = ""
         self._was_ready = True
         self._enter("ready")

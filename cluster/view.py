@@ -136,8 +136,12 @@ def status_table(state: ClusterState, health: dict[str, Any]) -> Table:
     row("model", health.get("model", state.model))
     row("API", f"{state.url}/v1" + (" (needs the API key)" if state.needs_key else ""))
     row("coordinator", f"pid {state.coordinator.pid}" + (", detached" if state.detached else ""))
+    if health.get("backend"):
+        row("parallel", f"{health['strategy']} over {health['backend']}, {len(health['ranks'])} ranks")
     for rank in health.get("ranks", []):
-        row(f"rank {rank['rank']}", f"{rank['host']}, pid {rank['pid']}")
+        row(f"rank {rank['rank']}", _rank_text(rank, health))
+    for host, why in health.get("left_out", {}).items():
+        row("left out", f"{host}: {why}")
     if health.get("context"):
         row("context", f"{health['context']} tokens")
     if requests := health.get("requests"):
@@ -151,6 +155,21 @@ def status_table(state: ClusterState, health: dict[str, Any]) -> Table:
     for warning in health.get("warnings", []):
         row("warning", warning)
     return table
+
+
+def _rank_text(rank: dict[str, Any], health: dict[str, Any]) -> str:
+    parts = [rank["host"], f"pid {rank['pid']}"]
+    if health.get("strategy") == "pipeline":
+        parts.append(f"layers {rank['layers'][0]} to {rank['layers'][1] - 1}")
+    if rank.get("phase", "ready") != "ready":
+        parts.append(rank["phase"])
+    if rank.get("active_bytes"):
+        parts.append(f"{rank['active_bytes'] / 1e9:.1f} GB")
+    if rank.get("idle_share") is not None and len(health["ranks"]) > 1:
+        parts.append(f"idle {rank['idle_share']:.0%}")
+    if rank.get("tokens_per_s"):
+        parts.append(f"{rank['tokens_per_s']:.0f} tokens/s")
+    return ", ".join(parts)
 
 
 def show(renderable: object) -> None:

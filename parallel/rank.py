@@ -1,4 +1,4 @@
-"""One rank: `python -m parallel.rank JSON` with a wire.RankPlan. Join, connect, load, warm up, loop until told to leave.
+"""One rank: `python -m parallel.rank JSON` with a wire.RankPlan. Join, connect, load, warm up, loop, leave when told.
 
 Only this thread touches arrays. SIGTERM keeps its default, so a stuck rank still dies of it. mlx is imported after the
 control socket is up, so that the coordinator can follow start-up from its first moment.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections import deque
@@ -40,12 +41,19 @@ class StepRaised(Exception):
 def main(argv: list[str]) -> int:
     """Run a rank to its end; returns its exit code."""
     plan = msgspec.json.decode(argv[0], type=wire.RankPlan)
+    stay_awake()
     if plan.size == 1:
         return lead(plan, plan_digest(argv[0]))
     rank = int(os.environ["MLX_RANK"])
     label_output(rank)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # an ssh session that ends is not a coordinator that ends
     return follow(plan, rank, plan_digest(argv[0])) if rank else lead(plan, plan_digest(argv[0]))
+
+
+def stay_awake() -> None:
+    """Keep a Mac from sleeping as long as this process lives: over Thunderbolt nothing could wake it."""
+    if sys.platform == "darwin":
+        subprocess.Popen(["caffeinate", "-dims", "-w", str(os.getpid())], stdin=subprocess.DEVNULL)
 
 
 def lead(plan: wire.RankPlan, digest: str) -> int:

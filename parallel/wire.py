@@ -225,7 +225,7 @@ class Beat(Message, frozen=True):
     """Sent every second by a thread of each rank, so it also comes while the main thread is busy or stuck.
 
     `phase` is what the main thread does; `step` the oldest unfinished step, `since_s` how long it has run (0 when idle)
-    and `expected_s` how long rank 0 had thought it would. `digest` folds in all steps up to `last`, on every rank alike.
+    and `expected_s` how long rank 0 had thought it would. `digest` folds in all steps up to `last`, on all ranks alike.
     """
 
     rank: int
@@ -386,7 +386,7 @@ class At(Message, frozen=True):
 
 
 class Fact(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank found: its KV cache's shape and limit, its weights' bytes, and the token it would choose, with margin.
+    """What a rank found: its KV cache's shape and limit, its weights' bytes, the token it would choose, with margin.
 
     `layers` are (bytes per token, window), as in sequence.CacheShape.
     """

@@ -42,6 +42,7 @@ class FakeService:
     model: str = MODEL
     created: int = 1700000000
     stats: wire.Stats = field(default_factory=wire.Stats)
+    rank_stats: list[tuple[str, wire.Stats]] = field(default_factory=list)
 
     def health(self) -> dict[str, Any]:
         return {"phase": "ready" if self.engine else "loading"}

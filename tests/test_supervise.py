@@ -267,7 +267,7 @@ async def test_it_is_not_ready_before_the_tokenizer_is(live):
     release = threading.Event()
     life = live(load_chat=lambda folder: release.wait(30))
     await life.until("warming")
-    while life.supervisor._announced is None:
+    while life.supervisor._watch.announced is None:
         await asyncio.sleep(0.01)
     assert life.supervisor.phase == "warming"
     release.set()

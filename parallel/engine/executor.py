@@ -57,8 +57,8 @@ class Executor:
     """All KV of this rank and the model, or its part of it, that fills it; `links` lead to the other ranks.
 
     `busy_s` is how long it has worked on steps; the rest of the time it waited. `failed` is the last exception in a
-    step. `mask` may change the logits [B, V] of a decode step before sampling (structured output); its rows then ask for
-    `needs_host`, so that they are never looked ahead.
+    step. `mask` may change the logits [B, V] of a decode step before sampling (structured output); its rows then ask
+    for `needs_host`, so that they are never looked ahead.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Executor:
     # ------------------------------------------------------------ computing
 
     def _forward(self, begun: _Begun, tokens: Callable[[], mx.array], shape: tuple[int, int], caches: Any) -> mx.array:
-        """This rank's part of the model, fed with `tokens` or with what the stage before sends: `shape` rows, tokens."""
+        """This rank's part of the model, fed with `tokens` or what the stage before sends; `shape`: rows, tokens."""
         links = self.links
         fed = begun.received = None if links.first else links.receive(*shape)
         out = self.model(tokens() if fed is None else fed, cache=caches)
