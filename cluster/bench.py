@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.config import load_config
 from cluster.errors import BadSetting, BenchFailed
 from cluster.load import Server
 from cluster.paths import Folders
@@ -75,6 +76,12 @@ def bench(
     batch_size: Annotated[str | None, typer.Option("--batch-size", "-b", help="Engine: rows, like 1,8,32 (1).")] = None,
     prefill_step_size: Annotated[int | None, typer.Option(min=1, help="Engine: tokens per chunk (2048).")] = None,
     num_trials: Annotated[int | None, typer.Option("--num-trials", "-n", min=1, help="Engine: trials (3).")] = None,
+    pipeline: Annotated[bool, typer.Option("--pipeline", help="Engine: over several ranks, as a pipeline.")] = False,
+    tensor: Annotated[bool, typer.Option("--tensor", help="Engine: over several ranks, tensor parallel.")] = False,
+    local: Annotated[int | None, typer.Option(min=2, help="With these two: ranks on this machine (2).")] = None,
+    hosts: Annotated[str | None, typer.Option(help="With these two: the hosts of the ranks.")] = None,
+    hostfile: Annotated[str | None, typer.Option(help="With these two: the hosts of this file.")] = None,
+    python: Annotated[str | None, typer.Option(help="The interpreter on the hosts, as in `up`.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, every run in full.")] = False,
 ) -> None:
     """Measure: the engine in process beside the model alone, or with --url any OpenAI-compatible server."""
@@ -88,6 +95,32 @@ def bench(
     }  # fmt: skip
     if url is None:
         _refuse(of_server, "needs --url", "Without --url the engine itself is timed, in process.")
+        if pipeline or tensor:
+            from cluster.bench_ranks import time_ranks
+
+            settings = load_config(
+                {
+                    "model": model,
+                    "local": local or (None if hosts or hostfile else 2),
+                    "hosts": hosts,
+                    "hostfile": hostfile,
+                    "python": python,
+                    "parallel": "tensor" if tensor else "pipeline",
+                    "prefill_step_size": prefill_step_size,
+                    "self_check": False,
+                }
+            )
+            result = time_ranks(
+                settings,
+                prompt_tokens=prompt_tokens or 512,
+                tokens=tokens or 128,
+                batches=numbers("--batch-size", batch_size or "1"),
+                temperature=temperature,
+                trials=num_trials or 3,
+                say=_tell,
+            )
+            typer.echo(json.dumps(result, indent=2) if as_json else ranks_text(result))
+            return
         result = time_engine(
             model,
             prompt_tokens=prompt_tokens or 512,
@@ -330,6 +363,23 @@ def engine_text(result: dict[str, Any]) -> str:
             table(rows),
             "generation: while all rows decode (- when early rows end before late ones begin); "
             "total: all output over all time, prefill included",
+        ]
+    )
+
+
+def ranks_text(result: dict[str, Any]) -> str:
+    """The table of `time_ranks`' result, with each rank's idle share."""
+    ranks = result["ranks"]
+    rows = [["batch", "prompt tok/s", "generation tok/s", "total tok/s", *(f"rank {r['rank']} idle" for r in ranks)]]
+    for case in result["cases"]:
+        rates = [_figure(case[rate], 1) for rate in ("prompt_tps", "generation_tps", "total_tps")]
+        rows.append([str(case["batch"]), *rates, *(f"{share:.0%}" for share in case["idle"])])
+    return "\n".join(
+        [
+            f"{result['name']}, {result['strategy']} over {result['backend']} on {len(ranks)} ranks: prompts of "
+            f"{result['prompt_tokens']} tokens, answers of {result['generation_tokens']}, "
+            f"temperature {result['temperature']:g}; medians of {len(result['cases'][0]['trials'])} trials\n",
+            table(rows),
         ]
     )
 

@@ -19,6 +19,7 @@ from cluster.ssh import Shell, on_all, open_shell
 from parallel import wire
 
 REAP_S = 30.0
+CONNECT_S = 5.0  # these hosts were reached a moment ago; one that is gone must not hold up the others
 SECRET_FOLDER = ".local/share/cluster/secrets"
 OWN_PYTHON = f'exec "$HOME/{ENVIRONMENT}/bin/python" "$@"'
 
@@ -100,7 +101,7 @@ class Sites:
 
     def _on_all(self, work: Callable[[Shell], str]) -> dict[str, str | ClusterError]:
         def visit(host: str) -> str:
-            with open_shell(host) as shell:
+            with open_shell(host, CONNECT_S) as shell:
                 return work(shell)
 
         return dict(zip(self.hosts, on_all(self.hosts, visit), strict=True))
