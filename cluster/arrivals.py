@@ -77,7 +77,8 @@ class Sums:
         """Record a sum. Two processes may do so at once."""
         os.makedirs(os.path.dirname(self._record), exist_ok=True)
         with locked(self._record + ".lock", LOCK_S):
-            self._known = {**self._read(), os.path.realpath(path): (seen.st_size, seen.st_mtime_ns, known)}
+            kept = {name: entry for name, entry in self._read().items() if os.path.exists(name)}
+            self._known = {**kept, os.path.realpath(path): (seen.st_size, seen.st_mtime_ns, known)}
             part = f"{self._record}.{os.getpid()}"
             with open(part, "w") as file:
                 json.dump(self._known, file)

@@ -79,16 +79,18 @@ def fetch(
     command += ["--python-version", python, *(word for name in platforms for word in ("--platform", name))]
     command += ["--dest", str(folder), "--requirement", str(wanted)]
     last: list[str] = []
+    faults: list[str] = []
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
         for line in process.stdout:
             if stop.is_set():
                 process.kill()
             last = [*last, line.strip()][-LAST_LINES:]
+            faults += [line.strip()] if line.startswith("ERROR") else []
             told(len(list(folder.glob("*.whl"))))
     if process.returncode != 0:
         raise WheelsUnavailable(
-            f"The packages for Python {python} on {platforms[0]} could not be fetched: {' '.join(last)}",
+            f"The packages for Python {python} on {platforms[0]} could not be fetched: {' '.join(faults or last)}",
             hint="Check the connection and pip's settings (`pip config list`); only this machine needs an index.",
         )
     complete.write_text(text)
