@@ -32,6 +32,7 @@ from cluster.supervise import Supervisor
 logger = logging.getLogger("cluster.coordinator")
 BACKLOG = 2048
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_S = 15.0  # for a coordinator without ranks to end
 DRAIN_S = 2  # for open streams to send their last words
 
 
@@ -67,9 +68,12 @@ def is_loopback(host: str) -> bool:
 def claim(config: ClusterConfig, folders: Folders) -> Claim | ClusterState:
     """The claim to run here, or the record of the cluster that runs with these very settings already.
 
-    Raises AlreadyRunning when one runs with other settings.
+    One that has failed only still tells why, and is ended. Raises AlreadyRunning when one runs with other settings.
     """
     found = take_or_find(folders)
+    if isinstance(found, ClusterState) and found.phase == "failed":
+        end_process(found.coordinator, STOP_S)
+        found = take_or_find(folders)
     if isinstance(found, Claim) or same_settings(found, config, folders):
         return found
     raise already_running(found, config)

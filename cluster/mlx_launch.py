@@ -40,6 +40,7 @@ LABEL = re.compile(rb"\[rank (\d+)\] ")
 EXIT = re.compile(rb"Node with rank (\d+) exited with code (-?\d+)")
 FIRST_PORT, LAST_PORT = 32323, 60000
 FILL_BYTES = 1 << 18  # more than any pipe between mlx.launch and a rank holds
+HUNG = "did not come out of joining the others and ended itself by SIGALRM"  # set by group.connect
 FLUSH_S = 2.0  # for mlx.launch to pass on the last output and end, once the ranks are gone
 SYNCH = "MLX_METAL_FAST_SYNCH"
 SSH_OPTIONS = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
@@ -274,7 +275,9 @@ class LaunchedRanks:
 
     def _write(self, line: bytes) -> None:
         if exits := EXIT.findall(line):
-            self.exits |= {int(rank): in_words(int(code)) for rank, code in exits}
+            self.exits |= {
+                int(rank): HUNG if int(code) == -signal.SIGALRM else in_words(int(code)) for rank, code in exits
+            }
             self._logs[LAUNCHER].write(line)
             return
         if label := LABEL.match(line):

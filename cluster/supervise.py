@@ -441,11 +441,19 @@ class Supervisor:
                 self._end_life(reason)
 
     def _with_exit(self, reason: str, exits: dict[int, str]) -> str:
-        """`reason` with how the process ended, where the end of its connection was all that is known."""
-        for rank, how in exits.items():
-            if reason == self._watch.of(rank, CLOSED):
-                logger.info("%s: rank %d %s", self.model, rank, how)
-                return f"{reason} and its process {how}"
+        """`reason` with how the process ended, where the end of its connection was all that is known.
+
+        mlx.launch ends the others by SIGTERM when one ends; then that one is named.
+        """
+        lost = next((rank for rank in exits if reason == self._watch.of(rank, CLOSED)), None)
+        if lost is None:
+            return reason
+        by_itself = [rank for rank, how in exits.items() if "SIGTERM" not in how]
+        if "SIGTERM" in exits[lost] and by_itself:
+            reason = self._watch.of(by_itself[0], f"its process {exits[by_itself[0]]}")
+        else:
+            reason = f"{reason} and its process {exits[lost]}"
+        logger.info("%s lost: %s", self.model, reason)
         return reason
 
     def _on_message(self, message: wire.Message) -> None:
@@ -493,8 +501,8 @@ class Supervisor:
         if self._arrangement is not None and tail:
             log = f"\nLast lines in {self._folders.logs}:{tail}"
         hint = "`cluster logs` shows more."
-        if "SIGKILL" in reason:
-            hint = "If nobody killed it, the system ran out of memory: try a smaller --kv-memory, --context or model."
+        if "SIGKILL" in reason or "Unable to allocate" in reason:
+            hint = "Unless somebody killed it, the memory ran out: try a smaller --kv-memory, --context or model."
         return RankFailed(f"The start failed while {phase}: {reason}.{log}", hint=hint)
 
     # ------------------------------------------------------------ blocking work

@@ -135,7 +135,7 @@ class Watch:
         if leader is None or leader.since_s <= max(self._stall_s, self._limits.late * leader.expected_s):
             return ""
         others = "; ".join(
-            f"rank {rank} ({seen.host}) is {seen.beat.phase} in step {seen.beat.step}"
+            f"rank {rank} ({seen.host}) is {seen.beat.phase}" + (f" in step {seen.beat.step}" if seen.beat.step else "")
             for rank, seen in enumerate(self.ranks)
             if rank and seen.beat is not None
         )
