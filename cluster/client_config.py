@@ -6,28 +6,39 @@ import json
 from typing import Any
 
 OUTPUT_CEILING = 32_000
+# opencode's own prompt and the definitions of its tools are about 8000 tokens, before any file is read.
+OPENCODE_CONTEXT = 16_000
+SMALL_AGENT = {
+    "mode": "primary",
+    "description": "Questions and answers without tools, for a model with a short context",
+    "prompt": "Answer each question in one short sentence.",
+    "permission": {"*": "deny"},
+}
 
 
 def opencode(url: str, model: str, context: int, *, needs_key: bool) -> str:
     """An opencode.json with one provider: this cluster. `context` in tokens.
 
     opencode starts to compact a conversation when it exceeds `context` less `output`, so the output gets a quarter at
-    most. The key is named, not written: opencode reads it from CLUSTER_API_KEY.
+    most. An agent's temperature is sent only to a model that says it takes one. A model whose context is too short for
+    opencode's own agent gets one of its own, with a short prompt and no tools. The key is named, not written: opencode
+    reads it from CLUSTER_API_KEY.
     """
     options: dict[str, Any] = {"baseURL": f"{url}/v1"}
     if needs_key:
         options["apiKey"] = "{env:CLUSTER_API_KEY}"
+    limit = {"context": context, "output": min(max(1, context // 4), OUTPUT_CEILING)}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "cluster",
         "options": options,
-        "models": {
-            model: {"name": model, "limit": {"context": context, "output": min(max(1, context // 4), OUTPUT_CEILING)}}
-        },
+        "models": {model: {"name": model, "temperature": True, "limit": limit}},
     }
-    document = {
+    document: dict[str, Any] = {
         "$schema": "https://opencode.ai/config.json",
         "provider": {"cluster": provider},
         "model": f"cluster/{model}",
     }
+    if context < OPENCODE_CONTEXT:
+        document |= {"default_agent": "small", "agent": {"small": SMALL_AGENT}}
     return json.dumps(document, indent=2, ensure_ascii=False)

@@ -29,3 +29,15 @@ def test_the_key_is_named_and_not_written():
 def test_the_output_leaves_room_for_the_conversation(context, output):
     limit = json.loads(opencode(URL, "m", context, needs_key=False))["provider"]["cluster"]["models"]["m"]["limit"]
     assert limit["output"] == output
+
+
+def test_an_agents_temperature_is_not_dropped():
+    model = json.loads(opencode(URL, "m", 32768, needs_key=False))["provider"]["cluster"]["models"]["m"]
+    assert model["temperature"] is True
+
+
+def test_a_context_too_short_for_opencodes_own_prompt_gets_an_agent_without_tools():
+    short, long = (json.loads(opencode(URL, "m", context, needs_key=False)) for context in (8192, 32768))
+    assert short["agent"][short["default_agent"]]["permission"] == {"*": "deny"}
+    assert "agent" not in long
+    assert "default_agent" not in long
