@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.config import ClusterConfig
-from cluster.errors import BadSetting, SplitRefused
+from cluster.errors import BadSetting
 from cluster.hostfile import HostEntry, Hostfile
-from cluster.model_info import alternatives, check_tensor
+from cluster.model_info import check_pipeline, check_tensor
 from cluster.stages import Layer, Place, split
 from parallel import wire
 
@@ -65,12 +65,7 @@ def arrange(config: ClusterConfig, hostfile: Hostfile, info: wire.ModelInfo) -> 
 def _cuts(wanted: tuple[int, ...], size: int, info: wire.ModelInfo) -> list[tuple[int, int]]:
     """Layers [start, stop) of each rank; rank 0 is the last stage."""
     count = len(info.layers)
-    if info.pipeline or size > count:
-        reason = info.pipeline or f"it has {count} layers, too few for {size} ranks"
-        raise SplitRefused(
-            f"This model cannot run as a pipeline on {size} ranks: {reason}.",
-            hint=f"It runs with {alternatives(info)}.",
-        )
+    check_pipeline(info, size)
     if not wanted:
         stages = split(_layers(info), [Place(1 << 60, 1.0)] * size, [range(size)])
         assert stages is not None

@@ -102,8 +102,12 @@ def patient_ssh(folders: Folders) -> Path:
 
 
 def free_ports(host: str, count: int) -> int:
-    """The first of `count` ports in a row that nobody listens on at `host`. Raises PortTaken."""
-    for first in range(FIRST_PORT, LAST_PORT, count):
+    """The first of `count` ports in a row that nobody listens on at `host`. Raises PortTaken.
+
+    Anywhere in the range, since they are taken only seconds later, and another cluster may start here meanwhile.
+    """
+    firsts = range(FIRST_PORT, LAST_PORT - count, count)
+    for first in random.sample(firsts, len(firsts)):
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for port in range(first, first + count):
                 probe = stack.enter_context(socket.socket())

@@ -39,6 +39,12 @@ def _copy(source: int, label: bytes) -> None:
             lines.append(rest[:LINE_LIMIT])
             rest = rest[LINE_LIMIT:]
         for line in lines:
-            os.write(1, label + line[:LINE_LIMIT] + b"\n")
+            _write(label, line)
     if rest:
-        os.write(1, label + rest + b"\n")
+        _write(label, rest)
+
+
+def _write(label: bytes, line: bytes) -> None:
+    """`line`, in pieces that are labelled each and go out whole."""
+    for start in range(0, max(1, len(line)), LINE_LIMIT):
+        os.write(1, label + line[start : start + LINE_LIMIT] + b"\n")
