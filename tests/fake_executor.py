@@ -41,6 +41,9 @@ class FakeExecutor:
         self.steps: list[wire.Step] = []
         self._begun: deque[tuple[wire.Step, StepResult]] = deque()
 
+    def prepare(self, step: wire.Step) -> None:
+        pass
+
     def begin(self, step: wire.Step) -> None:
         self.steps.append(step)
         if step.id in self.fail_steps:

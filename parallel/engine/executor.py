@@ -81,16 +81,34 @@ class Executor:
         self._begun: dict[int, _Begun] = {}
         self._steps = 0
 
-    def begin(self, step: wire.Step) -> None:
-        """Build `step` and start it. An exception is kept for its result; it ends the bucket or sequence it was for."""
+    def prepare(self, step: wire.Step) -> None:
+        """Build the graph of `step`, the next to begin, and start nothing: while the device computes the one before it.
+
+        An exception is kept for the step's result; it ends the bucket or sequence that it was for.
+        """
+        if step.id in self._begun:
+            return
         begun = self._begun[step.id] = _Begun(step, [])
-        begun_s, waited_s = time.monotonic(), self.links.waited_s
+        begun_s = time.monotonic()
         try:
             begun.wait = self._change(step.orders)
             if step.rows:
                 self._decode(step, begun)
             elif step.tokens:
                 self._prefill(step, begun)
+        except Exception as error:
+            self._discard(step)
+            begun.error = self.failed = f"{type(error).__name__}: {error}"
+        self.busy_s += time.monotonic() - begun_s
+
+    def begin(self, step: wire.Step) -> None:
+        """Start `step`, as soon as what it needs from the stage before has arrived."""
+        self.prepare(step)
+        begun = self._begun[step.id]
+        if begun.error:
+            return
+        begun_s, waited_s = time.monotonic(), self.links.waited_s
+        try:
             if begun.received is not None:
                 self.links.arrive(begun.received)
             mx.async_eval(begun.wait if begun.sent is None else [*begun.wait, begun.sent])

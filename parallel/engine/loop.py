@@ -21,6 +21,9 @@ from parallel.engine.sequence import StepResult
 class Executes(Protocol):
     """What the loop needs of an executor."""
 
+    def prepare(self, step: wire.Step) -> None:
+        """Get ready to begin `step` next, without starting anything."""
+
     def begin(self, step: wire.Step) -> None:
         """Start `step`; must not block on its result."""
 
@@ -112,6 +115,8 @@ class Engine:
             self._executor.begin(step)
         messages: list[wire.Message] = list(self._scheduler.take_events())
         if self._begun:
+            if self._unbegun:
+                self._executor.prepare(self._unbegun[0])
             step, begun_s = self._begun[0]
             result = self._executor.finish(step)
             self._begun.popleft()
