@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from cluster import cli_macs, cli_plan
+from cluster import cli_macs, cli_plan, cli_ship
 from cluster.bench import bench
 from cluster.config import NAMES, ClusterConfig, load_config
 from cluster.errors import ClusterError, NothingRuns, NotReady
@@ -215,6 +215,7 @@ def client(name: Annotated[Client, typer.Argument(help="The program.")]) -> None
 
 cli_macs.register(app)
 cli_plan.register(app)
+cli_ship.register(app)
 app.command()(bench)
 app.add_typer(vm_app, name="vm")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from cluster import backend, discover, doctor, model_info, planner, probe, pull
+from cluster import backend, discover, doctor, install, model_info, planner, probe, pull, same
 from cluster import hostfile as hostfiles
 from cluster.addresses import meeting_point
 from cluster.arrange import LOOPBACK, Arrangement, arrange
@@ -31,6 +31,7 @@ from parallel import wire
 
 CONTROL_PORTS = (20000, 32000)  # of rank 0; below where systems take ports from for connections
 AUTO = ("auto",)
+VERSIONS = ("python", "mlx", "mlx_lm", "cluster")  # of `hosts.Versions`, in the order of `same.Facts`
 
 Say = Callable[[str, int, int], None]  # phase, done, total (bytes; 0: not known)
 
@@ -78,7 +79,7 @@ def deploy(config: ClusterConfig, folders: Folders, name: str, folder: Path, *, 
     """
     say("probing", 0, 0)
     names = wanted_hosts(config)
-    seen, away = probe.probe_hosts(names, pythons={host: config.python for host in names} if config.python else None)
+    seen, away = probe.probe_hosts(names, pythons={host: config.python or install.python_of(host) for host in names})
     if away and (first or not seen) and not config.force:
         raise HostUnreachable(
             "\n".join(host.reason for host in away), hint=away[0].hint or "Leave it out of --hosts to go on without it."
@@ -94,15 +95,16 @@ def deploy(config: ClusterConfig, folders: Folders, name: str, folder: Path, *, 
         arrangement, unused, notes = _by_hostfile(config, info, found)
     else:
         arrangement, unused, notes = _by_plan(config, info, found)
+    by_name = {host.ssh: host for host in seen}
     used = [spec.host for spec in arrangement.ranks]
     needs: dict[str, tuple[int, int] | None] = dict.fromkeys(used)
     if arrangement.strategy == "pipeline":
         needs = {spec.host: (spec.start, spec.stop) for spec in arrangement.ranks}
+    _same_everywhere(config, [by_name[host] for host in used])
     places = _weights(folders, name, folder, needs, found, say)
     ranks = tuple(
         wire.RankSpec(spec.host, spec.start, spec.stop, model=places[spec.host]) for spec in arrangement.ranks
     )
-    by_name = {host.ssh: host for host in seen}
     return Deployment(
         Arrangement(arrangement.strategy, arrangement.backend, arrangement.hostfile, ranks),
         Sites(tuple(used), config.python),
@@ -185,6 +187,18 @@ def _by_hostfile(
             hint="Use --hosts instead, with which a cluster goes on without hosts that are lost.",
         )
     return arrange(config, given, info), {}, ()
+
+
+def _same_everywhere(config: ClusterConfig, hosts: Sequence[Host]) -> None:
+    """Raise VersionsDiffer where the ranks would run on different systems, Pythons or packages; each one is named."""
+    if config.python is None:
+        facts = install.versions([host.ssh for host in hosts])
+    else:
+        facts = [
+            same.Facts(host.name, host.build or None, *(getattr(host.versions, name) for name in VERSIONS))
+            for host in hosts
+        ]
+    same.check(facts)
 
 
 def _weights(
