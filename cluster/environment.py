@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
@@ -70,9 +71,7 @@ def platforms() -> list[str]:
 def facts() -> dict[str, str]:
     """What ranks would run on in this Python; "" for what is missing. `ours` stands for this project's files."""
     try:
-        import mlx.core
-
-        mlx = mlx.core.__version__
+        mlx = str(importlib.import_module("mlx.core").__version__)  # it must not only lie there, it must load
     except ImportError:
         mlx = ""
     try:

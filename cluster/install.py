@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,10 @@ def python_of(host: str) -> str:
 
 def facts_here(name: str = HERE, *, ranks: bool = True) -> Facts:
     """What runs here. Without `ranks` only this project counts: the others need no mlx of a laptop that looks on."""
+    if not ranks:
+        return Facts(name, ours=environment.ours())
     done = subprocess.run([sys.executable, "-I", str(SCRIPT), "facts"], capture_output=True, text=True, check=True)
-    found = _facts(name, done.stdout)
-    return found if ranks else Facts(name, ours=found.ours)
+    return replace(_facts(name, done.stdout), ours=environment.ours())  # the files that run, not what is installed
 
 
 def versions(hosts: Sequence[str], *, models: Mapping[str, str] | None = None) -> list[Facts]:
@@ -94,7 +95,7 @@ def versions(hosts: Sequence[str], *, models: Mapping[str, str] | None = None) -
         if isinstance(outcome, ClusterError):
             raise outcome
     found = [outcome for outcome in outcomes if isinstance(outcome, Facts)]
-    told = [Facts(**{**asdict(one), "model": (models or {}).get(one.host)}) for one in found]
+    told = [replace(one, model=(models or {}).get(one.host)) for one in found]
     return [facts_here(ranks=False), *told]
 
 

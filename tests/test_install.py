@@ -1,4 +1,4 @@
-"""What a host says of itself -> what is installed there; real hosts are in netns/test_install.py."""
+"""What a host says of itself -> what is installed there; real hosts are in netns/test_netns_install.py."""
 
 from __future__ import annotations
 

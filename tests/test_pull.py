@@ -1,4 +1,4 @@
-"""A model's files here, and the links over which hosts pass them on; real copies are in netns/test_pull.py."""
+"""A model's files here, and the links over which hosts pass them on; real copies are in netns/test_netns_pull.py."""
 
 from __future__ import annotations
 

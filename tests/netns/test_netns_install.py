@@ -57,67 +57,57 @@ def ask(machine: Machine, code: str) -> str:
         return shell.run([python_of(machine.name), "-c", code]).out.strip()
 
 
-def test_hosts_get_this_environment_below_their_own_home_and_nothing_else(network: Network, pinned: Path, cache: Path):
+def test_hosts_get_this_environment_below_their_own_home_and_the_second_run_has_nothing_to_do(
+    network: Network, pinned: Path, cache: Path
+):
     machines = [network.add("studio-a"), network.add("studio-b")]
     notes: list[str] = []
     told: list[tuple[str, str, int, int]] = []
+    hosts = ["studio-a", "studio-b"]
     with network.inside():
-        found = install(
-            ["studio-a", "studio-b"], cache=cache, note=notes.append, progress=lambda *step: told.append(step)
-        )
+        found = install(hosts, cache=cache, note=notes.append, progress=lambda *step: told.append(step))
         for machine in machines:
             place = ask(machine, "import sys, cluster; print(sys.prefix, cluster.__file__)")
             assert [word.startswith(f"{machine.home}/{ENVIRONMENT}") for word in place.split()] == [True, True]
+        for wheel in (*pinned.glob("*.whl"), *cache.rglob("*.whl")):
+            wheel.unlink()  # the second run needs none
+        again: list[str] = []
+        install(hosts, cache=cache, note=again.append)
     here = facts_here()
     assert [(one.mlx, one.mlx_lm, one.ours) for one in found] == [(here.mlx, here.mlx_lm, here.ours)] * 2
     assert any(note.startswith("studio-a: Python 3.11") and "3 packages, needs" in note for note in notes)
     assert ("studio-b", "installing", 3, 3) in told
-    assert sorted(
-        path.name for path in (machines[0].home / ".local/share/cluster").iterdir() if path.is_dir()
-    ) == sorted(["env", os.readlink(machines[0].home / ENVIRONMENT)])
+    folder = machines[0].home / ".local/share/cluster"
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"env", os.readlink(folder / "env")}
+    assert [note for note in again if "Python:" not in note] == [f"{host}: already as here" for host in hosts]
 
 
-def test_the_second_run_finds_nothing_to_do(network: Network, pinned: Path, cache: Path):
-    network.add("studio-a")
-    with network.inside():
-        install(["studio-a"], cache=cache)
-        for wheel in (*pinned.glob("*.whl"), *cache.rglob("*.whl")):
-            wheel.unlink()  # it needs none
-        notes: list[str] = []
-        install(["studio-a"], cache=cache, note=notes.append)
-    assert [note for note in notes if "Python:" not in note] == ["studio-a: already as here"]
-
-
-def test_what_changed_here_is_brought_without_making_the_environment_anew(
-    network: Network, pinned: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_differs_on_one_host_is_named_and_made_equal_without_making_the_environment_anew(
+    network: Network, pinned: Path, cache: Path
 ):
-    machine = network.add("studio-a")
+    hosts = ["studio-a", "studio-b"]
+    machine = [network.add(host) for host in hosts][1]
     with network.inside():
-        install(["studio-a"], cache=cache)
+        install(hosts, cache=cache)
         before = os.readlink(machine.home / ENVIRONMENT)
         made = (machine.home / ENVIRONMENT / "ready").stat().st_mtime_ns
-        code = "import cluster, pathlib; pathlib.Path(cluster.__file__).write_text('# older')"
-        ask(machine, code)
-        with pytest.raises(VersionsDiffer, match=r"cluster: .* on this machine, .* on studio-a"):
-            check(versions(["studio-a"]))
-        found = install(["studio-a"], cache=cache)
-    assert found[0].ours == facts_here().ours
-    assert os.readlink(machine.home / ENVIRONMENT) == before
-    assert (machine.home / ENVIRONMENT / "ready").stat().st_mtime_ns == made
-
-
-def test_another_mlx_on_one_host_is_named_with_every_hosts_version(network: Network, pinned: Path, cache: Path):
-    for name in ("studio-a", "studio-b"):
-        network.add(name)
-    with network.inside():
-        install(["studio-a", "studio-b"], cache=cache)
-        ask(
-            network.machines["studio-b"],
-            "import mlx.core, pathlib; pathlib.Path(mlx.core.__file__).write_text('__version__ = \"0.31.0\"')",
+        older = "import cluster, mlx.core, pathlib; pathlib.Path(cluster.__file__).write_text('# older')"
+        ask(machine, older)
+        with pytest.raises(VersionsDiffer, match=r"cluster: .* on this machine and studio-a, .* on studio-b"):
+            check(versions(hosts))
+        found = install(hosts, cache=cache)
+        assert found[0].ours == found[1].ours == facts_here().ours
+        assert os.readlink(machine.home / ENVIRONMENT) == before
+        assert (machine.home / ENVIRONMENT / "ready").stat().st_mtime_ns == made
+        ask(machine, "import mlx.core, pathlib; pathlib.Path(mlx.core.__file__).write_text('__version__ = \"0.31.0\"')")
+        with pytest.raises(VersionsDiffer) as raised:
+            check(versions(hosts))
+        lock = "from pathlib import Path; import cluster; print(Path(cluster.__file__).with_name('requirements.lock'))"
+        scripts = (
+            "from importlib.metadata import entry_points as e; print([p.name for p in e(group='console_scripts')])"
         )
-        facts = versions(["studio-a", "studio-b"])
-    with pytest.raises(VersionsDiffer) as raised:
-        check(facts)
+        assert Path(ask(machine, lock)).read_text().startswith("# made by a test"), "it can install others"
+        assert "'cluster'" in ask(machine, scripts)
     assert f"mlx: {facts_here().mlx} on studio-a, 0.31.0 on studio-b" in raised.value.message
     assert "cluster install" in raised.value.hint
 
@@ -169,16 +159,3 @@ def test_an_installation_that_broke_off_is_completed_by_the_next(network: Networ
         machine.boot()
         assert install(["studio-a"], cache=cache)[0].ours == facts_here().ours
     assert not list((machine.home / ".local/share/cluster").glob("wheels"))
-
-
-def test_the_environment_can_install_others(network: Network, pinned: Path, cache: Path):
-    """The wheel has the lock, so that a Mac may be the coordinator of the others later."""
-    machine = network.add("studio-a")
-    with network.inside():
-        install(["studio-a"], cache=cache)
-        lock = "from pathlib import Path; import cluster; print(Path(cluster.__file__).with_name('requirements.lock'))"
-        scripts = (
-            "from importlib.metadata import entry_points as e; print([p.name for p in e(group='console_scripts')])"
-        )
-        assert Path(ask(machine, lock)).read_text().startswith("# made by a test")
-        assert "'cluster'" in ask(machine, scripts)
