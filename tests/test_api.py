@@ -591,14 +591,6 @@ class TestQueue:
         assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
 
 
-async def test_many_clients_at_once_are_all_served(base_url, engine, chat):
-    engine.says(ids(chat, "Hello"))
-    async with httpx.AsyncClient(base_url=base_url, limits=httpx.Limits(max_connections=None)) as many:
-        responses = await asyncio.gather(*(post(many, stream=i % 2 == 0) for i in range(64)))
-    assert [response.status_code for response in responses] == [200] * 64
-    assert engine.open_requests == 0
-
-
 # ---------------------------------------------------------------- around the routes
 
 
