@@ -96,7 +96,7 @@ def bench(
     if url is None:
         _refuse(of_server, "needs --url", "Without --url the engine itself is timed, in process.")
         if pipeline or tensor:
-            from cluster.bench_ranks import time_ranks
+            from cluster.bench_ranks import Work, time_ranks
 
             settings = load_config(
                 {
@@ -110,15 +110,9 @@ def bench(
                     "self_check": False,
                 }
             )
-            result = time_ranks(
-                settings,
-                prompt_tokens=prompt_tokens or 512,
-                tokens=tokens or 128,
-                batches=numbers("--batch-size", batch_size or "1"),
-                temperature=temperature,
-                trials=num_trials or 3,
-                say=_tell,
-            )
+            batches = numbers("--batch-size", batch_size or "1")
+            work = Work(prompt_tokens or 512, tokens or 128, batches, temperature, num_trials or 3)
+            result = time_ranks(settings, work, _tell)
             typer.echo(json.dumps(result, indent=2) if as_json else ranks_text(result))
             return
         result = time_engine(

@@ -40,16 +40,17 @@ class Timing(msgspec.Struct, frozen=True):
     idle: list[float]
 
 
-def time_ranks(
-    config: ClusterConfig,
-    *,
-    prompt_tokens: int,
-    tokens: int,
-    batches: list[int],
-    temperature: float,
-    trials: int,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
+class Work(msgspec.Struct, frozen=True):
+    """What is timed: `trials` of each batch size, all rows of one prompt and one answer length in tokens."""
+
+    prompt_tokens: int
+    generation_tokens: int
+    batches: list[int]
+    temperature: float
+    trials: int
+
+
+def time_ranks(config: ClusterConfig, work: Work, say: Callable[[str], None]) -> dict[str, Any]:
     """Start the ranks that `config` means, time every batch size, end them. Raises ClusterError."""
     folders = Folders.from_environment(os.environ)
     held = claim(config, folders)
@@ -58,21 +59,12 @@ def time_ranks(
     try:
         reap_leftovers(folders)
         held.new_secret()
-        return asyncio.run(_time(config, folders, prompt_tokens, tokens, batches, temperature, trials, say))
+        return asyncio.run(_time(config, folders, work, say))
     finally:
         held.release()
 
 
-async def _time(
-    config: ClusterConfig,
-    folders: Folders,
-    prompt_tokens: int,
-    tokens: int,
-    batches: list[int],
-    temperature: float,
-    trials: int,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
+async def _time(config: ClusterConfig, folders: Folders, work: Work, say: Callable[[str], None]) -> dict[str, Any]:
     from cluster.chat import ChatModel
     from cluster.weights import resolve
 
@@ -105,22 +97,20 @@ async def _time(
             if supervisor.phase in ("lost", "failed"):
                 raise BenchFailed(f"The ranks were lost: {supervisor.reason}.", hint="`cluster logs` shows more.")
         cases = []
-        for batch in batches:
-            case = Case(supervisor, vocabulary, prompt_tokens, temperature)
+        for batch in work.batches:
+            case = Case(supervisor, vocabulary, work)
             await case.run(batch, WARMUP_TOKENS, seed=0)
             timings = []
-            for trial in range(1, trials + 1):
-                timings.append(await case.run(batch, tokens, seed=trial))
-                say(f"  batch {batch}, trial {trial} of {trials}: total tok/s {timings[-1].total_tps:.1f}")
+            for trial in range(1, work.trials + 1):
+                timings.append(await case.run(batch, work.generation_tokens, seed=trial))
+                say(f"  batch {batch}, trial {trial} of {work.trials}: total tok/s {timings[-1].total_tps:.1f}")
             cases.append({"batch": batch, "trials": [msgspec.to_builtins(t) for t in timings], **_median(timings)})
         health = supervisor.health()
         return {
             "name": supervisor.model,
             "strategy": health["strategy"],
             "backend": health["backend"],
-            "prompt_tokens": prompt_tokens,
-            "generation_tokens": tokens,
-            "temperature": temperature,
+            **msgspec.structs.asdict(work),
             "ranks": health["ranks"],
             "cases": cases,
         }
@@ -133,11 +123,11 @@ async def _time(
 class Case:
     """Trials of one prompt length on a cluster that is ready."""
 
-    def __init__(self, supervisor: Supervisor, vocabulary: int, prompt_tokens: int, temperature: float) -> None:
+    def __init__(self, supervisor: Supervisor, vocabulary: int, work: Work) -> None:
         self._supervisor = supervisor
         self._vocabulary = vocabulary
-        self._prompt_tokens = prompt_tokens
-        self._sampling = wire.Sampling(temperature=temperature)
+        self._prompt_tokens = work.prompt_tokens
+        self._sampling = wire.Sampling(temperature=work.temperature)
 
     async def run(self, batch: int, tokens: int, seed: int) -> Timing:
         """`batch` answers of `tokens` tokens at once, nothing stopping a row early. Raises ClusterError."""
