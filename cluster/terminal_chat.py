@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,9 @@ import httpx
 
 from cluster.errors import ServerUnanswering
 
-GREETING = "Chat with {model}. /reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer."
+COMMANDS = "/reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer."
+QUIT = ("/quit", "/exit", "/bye")
+UNKNOWN_COMMAND = re.compile(r"/[a-z]*")
 
 
 @dataclass
@@ -36,8 +39,8 @@ class Conversation:
     def say(self, text: str) -> Iterator[tuple[str, str]]:
         """Send `text` and yield the answer in pieces: ("reasoning" or "content", piece).
 
-        What was answered so far is kept when the caller stops early; a failed turn is taken back. Raises
-        ServerUnanswering.
+        What was answered so far is kept when the caller stops early or Ctrl-C does; a failed turn is taken back.
+        Raises ServerUnanswering.
         """
         self.messages.append({"role": "user", "content": text})
         answer, failed = "", True
@@ -49,7 +52,7 @@ class Conversation:
                     answer += piece
                     yield "content", piece
             failed = False
-        except GeneratorExit:
+        except (GeneratorExit, KeyboardInterrupt):
             failed = False
             raise
         finally:
@@ -71,7 +74,7 @@ class Conversation:
             ):
                 if response.status_code != 200:
                     response.read()
-                    raise ServerUnanswering(f"The server refused: {_error_text(response)}")
+                    raise _refusal(response)
                 for line in response.iter_lines():
                     if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
                         chunk = json.loads(data)
@@ -85,57 +88,88 @@ class Conversation:
             ) from error
 
 
-def _error_text(response: httpx.Response) -> str:
+def _refusal(response: httpx.Response) -> ServerUnanswering:
     try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP status {response.status_code}"
+        error = response.json()["error"]
+        text, code = str(error["message"]), error.get("code")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        text, code = f"HTTP status {response.status_code}", None
+    hint = "/reset forgets the conversation and makes room." if code == "context_length_exceeded" else ""
+    return ServerUnanswering(f"The server refused: {text}", hint=hint)
 
 
 def chat(conversation: Conversation, model: str, stdin: TextIO = sys.stdin, stdout: TextIO = sys.stdout) -> None:
-    """Read lines and print answers until the end of input. Without a terminal every line is one turn, errors end it."""
+    """Read lines and print answers until the end of input. Without a terminal every line is one turn, and errors and
+    Ctrl-C end it."""
     terminal = stdin.isatty()
     if terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - gives input() its line editing
-        print(GREETING.format(model=model), file=stdout)
-    for line in _lines(stdin, terminal):
-        if line == "/quit":
+        print(f"Chat with {model}. {COMMANDS}", file=stdout)
+    for line in _typed(stdout) if terminal else _piped(stdin):
+        if line in QUIT:
             return
         if line == "/reset":
             conversation.reset()
+            if terminal:
+                print("(forgotten)", file=stdout)
+            continue
+        if terminal and UNKNOWN_COMMAND.fullmatch(line):
+            print(COMMANDS, file=stdout)
             continue
         try:
             _answer(conversation, line, stdout)
         except KeyboardInterrupt:
+            if not terminal:
+                raise
             print("\n(stopped)", file=stdout)
         except ServerUnanswering as error:
             if not terminal:
                 raise
-            print(f"error: {error.message}", file=sys.stderr)
+            print(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
 
 
 def _answer(conversation: Conversation, line: str, stdout: TextIO) -> None:
     before = ""
     with contextlib.closing(conversation.say(line)) as pieces:  # type: ignore[type-var]
-        for kind, piece in pieces:
-            if kind != before:
-                stdout.write({"reasoning": "(thinking) ", "content": "\n\n" if before else ""}[kind])
-                before = kind
-            stdout.write(piece)
-            stdout.flush()
+        try:
+            for kind, piece in pieces:
+                if kind != before:
+                    stdout.write({"reasoning": "(thinking) ", "content": "\n\n" if before else ""}[kind])
+                    before = kind
+                stdout.write(piece)
+                stdout.flush()
+        except ServerUnanswering:
+            if before:
+                stdout.write("\n")
+                stdout.flush()
+            raise
     stdout.write("\n")
     stdout.flush()
 
 
-def _lines(stdin: TextIO, terminal: bool) -> Iterator[str]:
-    while True:
-        try:
-            line = input("> ") if terminal else stdin.readline()
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return
-        if not terminal and not line:
-            return
+def _piped(stdin: TextIO) -> Iterator[str]:
+    for line in stdin:
         if line.strip():
             yield line.strip()
+
+
+def _typed(stdout: TextIO) -> Iterator[str]:
+    """Lines from the terminal. Ctrl-C drops the line that is being typed; twice in a row it ends the chat."""
+    interrupted = False
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            print(file=stdout)
+            return
+        except KeyboardInterrupt:
+            print(file=stdout)
+            if interrupted:
+                return
+            interrupted = True
+            print("(Ctrl-C again, /quit or Ctrl-D ends the chat)", file=stdout)
+            continue
+        interrupted = False
+        if line:
+            yield line
