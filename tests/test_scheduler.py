@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from parallel import wire
 from parallel.engine.loop import Engine
-from parallel.engine.scheduler import Limits, Scheduler
+from parallel.engine.scheduler import Limits, Pace, Scheduler
 from parallel.engine.sequence import CacheShape, StepResult
 
 SHAPE = CacheShape(fixed_bytes=0, layers=((10, 0),), grain=8)
@@ -359,3 +359,155 @@ def test_any_mix_gives_every_request_its_own_answer_and_leaves_nothing(
 
 def test_the_pretended_model_depends_on_every_token() -> None:
     assert next_token([1, 2, 3]) != next_token([2, 2, 3]) or next_token([1, 2]) != next_token([2, 2])
+
+
+# ---------------------------------------------------------------- several stages, in a time that is counted, not waited
+
+STAGE_S = 0.02
+
+
+class Pipeline(FakeExecutor):
+    """Stages that take STAGE_S for a step, each in the order of the steps; the last one is rank 0, which runs the loop.
+
+    `work` are the times at which each stage began a step. A rank waits for data when it begins a step.
+    """
+
+    def __init__(self, stages: int, shape: CacheShape) -> None:
+        super().__init__(shape)
+        self.now_s = 0.0
+        self.work: list[list[float]] = [[] for _ in range(stages)]
+        self._free_s = [0.0] * stages
+        self._arrives_s: dict[int, float] = {}
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def send(self, step: wire.Step) -> None:
+        at_s = self.now_s
+        for stage in range(len(self.work) - 1):
+            at_s = self._runs(stage, step, at_s)
+        self._arrives_s[step.id] = at_s
+
+    def begin(self, step: wire.Step) -> None:
+        self.now_s = max(self.now_s, self._arrives_s[step.id])
+        super().begin(step)
+
+    def finish(self, step: wire.Step) -> StepResult:
+        self.now_s = self._runs(len(self.work) - 1, step, self.now_s)
+        return super().finish(step)
+
+    def _runs(self, stage: int, step: wire.Step, at_s: float) -> float:
+        if step.kind == "orders":
+            return at_s
+        begun_s = max(at_s, self._free_s[stage])
+        self.work[stage].append(begun_s)
+        self._free_s[stage] = begun_s + STAGE_S
+        return self._free_s[stage]
+
+    def busy(self, since_s: float, until_s: float) -> list[float]:
+        """The share of that time in which each stage worked."""
+        return [sum(since_s <= begun_s < until_s for begun_s in w) * STAGE_S / (until_s - since_s) for w in self.work]
+
+
+class BlocksFirst(Engine):
+    """A loop that waits for a result before it sends what else may be in flight."""
+
+    def step(self) -> list[wire.Message]:
+        self._depth = self._scheduler.inflight + 1
+        return super().step()
+
+
+def staged(stages: int, kind: type[Engine] = Engine, rows: int = 8, **changes: object) -> tuple[Pipeline, Bench]:
+    limits = replace(LIMITS, context=4096, slots=32, kv_bytes=10**8, stages=stages, lookahead=False, **changes)
+    bench = Bench(limits)
+    pipeline = Pipeline(stages, limits.shape)
+    bench.executor = pipeline
+    bench.engine = kind(
+        bench.scheduler, pipeline, depth=limits.depth, ahead=1, send=pipeline.send, clock=pipeline.clock
+    )
+    for id in range(1, rows + 1):
+        bench.engine.add(submit(id, [id, 2, 3], max_tokens=300))
+    return pipeline, bench
+
+
+def run_for(pipeline: Pipeline, bench: Bench, seconds: float) -> None:
+    end_s = pipeline.now_s + seconds
+    while pipeline.now_s < end_s:
+        bench.step()
+
+
+@pytest.mark.parametrize("rows", [8, 32])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_every_stage_is_busy_nearly_all_the_time(stages: int, rows: int) -> None:
+    pipeline, bench = staged(stages, rows=rows)
+    run_for(pipeline, bench, 1.0)
+    since_s = pipeline.now_s
+    run_for(pipeline, bench, 3.0)
+    assert min(pipeline.busy(since_s, pipeline.now_s)) >= 0.85
+    assert len({row.seq for step in pipeline.steps[-stages:] for row in step.rows}) == rows
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_a_loop_that_waited_before_it_sends_would_leave_stages_idle(stages: int) -> None:
+    pipeline, bench = staged(stages, BlocksFirst)
+    run_for(pipeline, bench, 1.0)
+    since_s = pipeline.now_s
+    run_for(pipeline, bench, 3.0)
+    assert max(pipeline.busy(since_s, pipeline.now_s)) < 0.5
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_chunks_of_one_prompt_follow_each_other_through_the_stages(stages: int) -> None:
+    pipeline, bench = staged(stages, rows=0)
+    bench.engine.add(submit(1, [i % 50 for i in range(4000)], max_tokens=1))
+    run_for(pipeline, bench, 4 * STAGE_S * stages)
+    since_s = pipeline.now_s
+    run_for(pipeline, bench, 30 * STAGE_S)
+    assert min(pipeline.busy(since_s, pipeline.now_s)) >= 0.85
+    bench.run()
+    assert bench.tokens[1, 0] == reference([i % 50 for i in range(4000)], 1, [])
+
+
+def test_rows_of_steps_in_flight_are_disjoint_and_evenly_spread_over_the_micro_batches() -> None:
+    pipeline, bench = staged(3, rows=9)
+    run_for(pipeline, bench, 2.0)
+    for first, second, third in zip(pipeline.steps[-30:], pipeline.steps[-29:], pipeline.steps[-28:], strict=False):
+        rows = [row.seq for step in (first, second, third) for row in step.rows]
+        assert len(rows) == len(set(rows)) == 9
+        assert {len(step.rows) for step in (first, second, third)} == {3}
+
+
+def test_one_row_alone_keeps_one_step_in_flight_and_says_what_it_says_alone() -> None:
+    pipeline, bench = staged(3, rows=1)
+    bench.run()
+    assert bench.tokens[1, 0] == reference([1, 2, 3], 300, [])
+    gaps = [b - a for a, b in zip(pipeline.work[0][5:], pipeline.work[0][6:], strict=False)]
+    assert max(gaps) == pytest.approx(3 * STAGE_S)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_answers_are_right_at_any_depth_with_joins_and_leaves(stages: int) -> None:
+    pipeline, bench = staged(stages, rows=4)
+    for id in range(5, 25):
+        bench.engine.add(submit(id, [id, 1] * (id % 7 + 1), max_tokens=id, n=id % 3 + 1))
+        run_for(pipeline, bench, 0.1)
+        if id % 6 == 0:
+            bench.engine.abort(wire.Abort(id))
+    bench.run()
+    for id in (n for n in range(5, 25) if n % 6):
+        for index in range(id % 3 + 1):
+            assert bench.tokens[id, index] == reference([id, 1] * (id % 7 + 1), id, [])
+    assert (pipeline.buckets, pipeline.solos) == ({}, {})
+
+
+def test_the_number_of_micro_batches_follows_what_was_measured() -> None:
+    pace = Pace()
+    assert [pace.parts(rows, 4) for rows in (1, 2, 3, 8)] == [1, 2, 3, 4]
+    step = wire.Step(1, rows=[wire.Row(i, 0, 0) for i in range(8)])
+    for _ in range(50):
+        pace.learn(step, 0.08, rows=8, buckets=1)  # all rows at once: 100 rows a second
+        pace.learn(wire.Step(2, rows=step.rows[:2]), 0.05, rows=8, buckets=4)  # a quarter of them: 40
+    assert pace.parts(8, 4) == 1
+    for _ in range(50):
+        pace.learn(wire.Step(2, rows=step.rows[:2]), 0.021, rows=8, buckets=4)  # 95, and more hands
+    assert pace.parts(8, 4) == 4
