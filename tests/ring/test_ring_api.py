@@ -53,7 +53,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, six_heads: Path) -> list[Any
 @pytest.fixture(
     scope="module",
     params=[
-        ("--local", "2", "--split", "4,2"),
+        ("--hostfile", str(TESTS.parent / "hostfiles" / "local-2.json"), "--split", "4,2"),
         pytest.param(("--local", "3", "--parallel", "tensor"), marks=pytest.mark.slow),
         pytest.param(("--local", "3"), marks=pytest.mark.slow),
     ],
