@@ -83,6 +83,9 @@ def up(
         str | None, option("Split it over these hosts, as ssh knows them, with commas between; auto asks Bonjour.")
     ] = None,
     backend: Annotated[str | None, option("auto, ring, jaccl or jaccl-ring (auto: as the cables allow).")] = None,
+    models: Annotated[
+        list[str] | None, option("Where a host keeps models, like studio-b=/Volumes/models; repeatable.")
+    ] = None,
     force: Annotated[bool | None, option("Go on past what doctor finds and past the memory plan (no).")] = None,
     python: Annotated[str | None, option("The interpreter on the hosts (the one that `cluster install` made).")] = None,
     parallel: Annotated[str | None, option(f"auto, tensor or pipeline ({DEFAULT.parallel}).")] = None,

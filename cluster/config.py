@@ -95,6 +95,14 @@ def _names(value: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in values if name.strip()))
 
 
+def _folders(value: object) -> dict[str, str]:
+    if isinstance(value, (list, tuple)):
+        value = dict(str(pair).partition("=")[::2] for pair in value)
+    if not isinstance(value, dict) or not all(host and folder for host, folder in value.items()):
+        raise ValueError("a folder for each host, like studio-b=/Volumes/models")
+    return {str(host): str(folder) for host, folder in value.items()}
+
+
 def _file(value: object) -> str:
     return str(Path(_text(value)).expanduser().resolve())
 
@@ -127,6 +135,7 @@ class ClusterConfig:
     rank counts as stuck, however short it should be. `max_body` bounds one HTTP request body. `local` ranks run on this
     machine, or one for each host of a `hostfile` or of `hosts` ("auto": whom Bonjour finds); `split` are the layers of
     rank 0, 1, ... of a pipeline. `python` is the remote ranks' interpreter, if not the one that `cluster install` made.
+    `models` is where a host keeps models, if not in this project's cache there.
     """
 
     model: str | None = _setting(None, _model)
@@ -150,6 +159,7 @@ class ClusterConfig:
     backend: str = _setting("auto", _one_of("auto", "ring", "jaccl", "jaccl-ring"))
     force: bool = _setting(False, _truth)
     python: str | None = _setting(None, _text)
+    models: dict[str, str] | None = _setting(None, _folders)
     parallel: str = _setting("auto", _one_of("auto", "tensor", "pipeline"))
     split: tuple[int, ...] = _setting((), _split)
     fast_synch: str = _setting("auto", _one_of("auto", "on", "off"))

@@ -101,7 +101,7 @@ def deploy(config: ClusterConfig, folders: Folders, name: str, folder: Path, *, 
     if arrangement.strategy == "pipeline":
         needs = {spec.host: (spec.start, spec.stop) for spec in arrangement.ranks}
     _same_everywhere(config, [by_name[host] for host in used])
-    places = _weights(folders, name, folder, needs, found, say)
+    places = _weights(config, folders, name, folder, needs, found, say)
     ranks = tuple(
         wire.RankSpec(spec.host, spec.start, spec.stop, model=places[spec.host]) for spec in arrangement.ranks
     )
@@ -202,6 +202,7 @@ def _same_everywhere(config: ClusterConfig, hosts: Sequence[Host]) -> None:
 
 
 def _weights(
+    config: ClusterConfig,
     folders: Folders,
     name: str,
     folder: Path,
@@ -217,7 +218,7 @@ def _weights(
         say("copying", sum(done for done, _ in copied.values()), sum(total for _, total in copied.values()))
 
     model = pull.read_model(name, folder, cache=folders.cache)
-    return pull.ensure(model, needs, routes=pull.routes(found), progress=progress)
+    return pull.ensure(model, needs, models=config.models, routes=pull.routes(found), progress=progress)
 
 
 def _address(hosts: list[Host]) -> str:
