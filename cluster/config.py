@@ -159,7 +159,7 @@ class ClusterConfig:
     backend: str = _setting("auto", _one_of("auto", "ring", "jaccl", "jaccl-ring"))
     force: bool = _setting(False, _truth)
     python: str | None = _setting(None, _text)
-    models: dict[str, str] | None = _setting(None, _folders)
+    models: Mapping[str, str] | None = _setting(None, _folders)
     parallel: str = _setting("auto", _one_of("auto", "tensor", "pipeline"))
     split: tuple[int, ...] = _setting((), _split)
     fast_synch: str = _setting("auto", _one_of("auto", "on", "off"))
