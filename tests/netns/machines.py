@@ -32,6 +32,7 @@ import psutil
 import pytest
 
 SUBNET = "10.77.0"
+BAD_LINE = Path(__file__).with_name("bad_line.py")
 START_S = 20.0
 CLONE_NEWNET = 0x40000000
 DIE_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
@@ -142,6 +143,22 @@ class Network:
         """Put its network cable back."""
         self._ip(f"link set {machine.port} up")
 
+    @contextlib.contextmanager
+    def worsen(self, machine: Machine, *, loss: float, delay_s: float) -> Iterator[None]:
+        """Its network cable loses this share of the frames and delays the others, each way."""
+        assert machine.start([sys.executable, str(BAD_LINE), "plain", "en0"]).wait() == 0
+        tap = f"bad{machine.port}"
+        carry = [sys.executable, str(BAD_LINE), machine.port, tap, str(loss), str(delay_s)]
+        line = _Namespaces(["nsenter", "-t", str(self._place.pid), "-n", "--", *carry])
+        try:
+            self._ip(f"link set {tap} master bridge")
+            self._ip(f"link set {tap} up")
+            self._ip(f"link set {machine.port} nomaster")
+            yield
+            self._ip(f"link set {machine.port} master bridge")
+        finally:
+            line.kill()
+
     def _attach(self, machine: Machine, pid: int) -> None:
         self._ip(f"link add {machine.port} type veth peer name en0 netns {pid}")
         self._ip(f"link set {machine.port} master bridge")
@@ -180,6 +197,10 @@ class Machine:
     @property
     def public_key(self) -> str:
         return (self.bin.parent / "host_key.pub").read_text()
+
+    @property
+    def running(self) -> bool:
+        return self._place is not None
 
     @property
     def pid(self) -> int:

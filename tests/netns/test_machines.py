@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -117,3 +118,21 @@ def test_mlx_launch_runs_over_the_machines(network: Network):
         "rank 0 of 2 sum 3.0",
         "rank 1 of 2 sum 3.0",
     ], done.stdout + done.stderr
+
+
+def test_a_bad_cable_delays_what_it_carries_and_loses_some(network: Network):
+    machine = network.add("studio-a")
+
+    def sent_again() -> int:
+        lines = machine.start(["cat", "/proc/net/snmp"]).communicate()[0].splitlines()
+        names, values = (line.split() for line in lines if line.startswith("Tcp:"))
+        return int(values[names.index("RetransSegs")])
+
+    with network.inside():
+        with network.worsen(machine, loss=0.1, delay_s=0.02), open_shell("studio-a") as shell:
+            began_s = time.monotonic()
+            assert shell.run(["head", "-c", "300000", "/dev/zero"]).out == "\0" * 300_000
+            assert time.monotonic() - began_s > 0.04
+            assert sent_again() > 0
+        with open_shell("studio-a") as shell:
+            assert shell.run(["true"]).ok
