@@ -228,6 +228,7 @@ async def _serve(
             ranks=list(supervisor.ranks),
             launch=supervisor.launch[0],
             hosts=supervisor.launch[1],
+            warnings=supervisor.warnings,
         )
         on_change(supervisor.health())
 

@@ -9,15 +9,16 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from cluster.errors import BadSetting, NothingRuns, ServerUnanswering, StartFailed
+from cluster.errors import BadSetting, ClusterError, HostUnreachable, NothingRuns, ServerUnanswering, StartFailed
 from cluster.launch import end_process
 from cluster.logs import follow, last_lines
 from cluster.paths import Folders
 from cluster.sites import Sites, raise_if_stuck
 from cluster.state import ClusterState, read_state
+from parallel import wire
 
 STOP_S = 15  # the coordinator stops its rank within 4 s and its streams within 3 s
 
@@ -112,20 +113,38 @@ def _why_ended(pid: int, code: int, folders: Folders) -> StartFailed:
 
 
 def end(folders: Folders) -> str | None:
-    """End the running cluster, or what a crashed one left; what was done, or None when there was nothing to end."""
+    """End the running cluster, or what a crashed one left; what was done, or None when there was nothing to end.
+
+    Raises ProcessStuck, and HostUnreachable for hosts that cannot be asked whether their ranks have ended.
+    """
     state = read_state(folders)
     if state is None:
         return None
     stopped = state.runs and end_process(state.coordinator, STOP_S)
     latest = read_state(folders) or state  # a rank may have been relaunched meanwhile
     left = [str(rank.process.pid) for rank in latest.local_ranks if end_process(rank.process, grace_s=2)]
+    reports: dict[str, wire.Reaped | ClusterError] = {}
     if latest.hosts and latest.launch:
         reports = Sites(tuple(latest.hosts), latest.settings.get("python")).end(latest.launch, 2.0)
-        raise_if_stuck(reports)
         left += [f"{pid} on {host}" for host, report in reports.items() for pid in getattr(report, "ended", ())]
+    done = f"Ended rank {', '.join(left)}, left by a cluster that crashed." if left else None
     if stopped:
-        return f"Stopped the cluster at {state.url} (pid {state.coordinator.pid})."
-    return f"Ended rank {', '.join(left)}, left by a cluster that crashed." if left else None
+        told = (warning for warning in latest.warnings if warning.startswith("reboot"))
+        done = "\n".join([f"Stopped the cluster at {state.url} (pid {state.coordinator.pid}).", *told])
+    raise_if_stuck(reports)
+    _raise_if_unasked(reports, done)
+    return done
+
+
+def _raise_if_unasked(reports: Mapping[str, wire.Reaped | ClusterError], done: str | None) -> None:
+    unasked = {host: report.message for host, report in reports.items() if isinstance(report, ClusterError)}
+    if unasked:
+        lines = [f"{host} could not be asked whether its ranks have ended: {why}" for host, why in unasked.items()]
+        raise HostUnreachable(
+            "\n".join([done, *lines] if done else lines),
+            hint="They leave by themselves a minute after that host can be reached again, if they live; "
+            "`cluster down` asks once more.",
+        )
 
 
 def log_lines(

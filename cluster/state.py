@@ -59,7 +59,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     """One coordinator's life. `phase` as in supervise.py, or "ended"; `reason` and `hint` say why it failed or ended.
 
     `key_digest` is keyed with the launch's secret: it tells whether two API keys are the same, and nothing else.
-    `launch` is the id by which its ranks are found on other `hosts`.
+    `launch` is the id by which its ranks are found on other `hosts`; `warnings` tell where ending them failed.
     """
 
     coordinator: ProcessRecord
@@ -74,6 +74,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     ranks: list[RankRecord] = []
     launch: str = ""
     hosts: list[str] = []
+    warnings: list[str] = []
 
     @property
     def runs(self) -> bool:

@@ -96,7 +96,7 @@ class Supervisor:
         self._arrangement: Arrangement | None = None
         self._deployment: Deployment | None = None
         self._returned: set[str] = set()  # hosts that were left out and answer again
-        self._warnings: list[str] = []
+        self.warnings: list[str] = []  # what the last ranks left on their hosts
         self._watch = Watch([], limits, config.stall_timeout)
         self._was_ready = False
         self._launch_id = ""
@@ -115,7 +115,7 @@ class Supervisor:
             "last_token_age_s": age,
             "restarts": self.restarts,
             "reason": self.reason,
-            "warnings": self._warnings + (self._processes.errors if self._processes is not None else []),
+            "warnings": self.warnings + (self._processes.errors if self._processes is not None else []),
             "left_out": self._left_out(),
             "returned": sorted(self._returned),
             "pid": os.getpid(),
@@ -293,7 +293,7 @@ class Supervisor:
         if isinstance(processes, LaunchedRanks):
             if self.reason:
                 self.reason = self._with_exit(self.reason, processes.exits)
-            self._warnings = self._not_given_back(processes.reports)
+            self.warnings = self._not_given_back(processes.reports)
         self.ranks = []
         self._processes = None
         self.stats = wire.Stats()

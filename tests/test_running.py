@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.errors import NothingRuns, ServerUnanswering, StartFailed
+from cluster.errors import HostUnreachable, NothingRuns, ServerUnanswering, StartFailed
 from cluster.paths import Folders
 from cluster.running import ask, end, find, log_lines, wait_ready
 from cluster.state import Claim, ClusterState, ProcessRecord, RankRecord
@@ -117,6 +117,24 @@ def test_the_rank_of_a_killed_coordinator_is_ended(folders, record):
         record(coordinator=GONE, ranks=[RankRecord(0, "this machine", ProcessRecord.of(rank.pid))])
         assert end(folders) == f"Ended rank {rank.pid}, left by a cluster that crashed."
         assert rank.wait(10) == -15
+
+
+def test_hosts_to_reboot_are_told_with_the_end(folders, record):
+    with sleeper() as coordinator:
+        reboot = "reboot a if nothing else uses it: 99.0 GB of memory did not come back"
+        record(coordinator=ProcessRecord.of(coordinator.pid), warnings=[reboot, "b could not be asked"])
+        assert end(folders).splitlines()[1:] == [reboot]
+        coordinator.wait(10)
+
+
+def test_a_host_that_cannot_be_asked_is_named_and_the_rest_is_ended_all_the_same(folders, record):
+    with sleeper() as coordinator:
+        record(coordinator=ProcessRecord.of(coordinator.pid), launch="1", hosts=["nowhere.invalid"])
+        with pytest.raises(HostUnreachable) as error:
+            end(folders)
+        assert coordinator.wait(10) == -15
+    assert error.value.message.startswith(f"Stopped the cluster at http://127.0.0.1:9 (pid {coordinator.pid}).\n")
+    assert "nowhere.invalid could not be asked whether its ranks have ended: " in error.value.message
 
 
 def test_a_detached_start_that_ends_tells_its_recorded_reason(folders, record):
