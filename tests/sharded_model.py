@@ -1,4 +1,4 @@
-"""A random llama in MLX format whose weights are in several files of some megabytes, one for each layer. Imports mlx."""
+"""A random llama in MLX format whose weights are in several files of some megabytes, one per layer. Imports mlx."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Random load on a running server for a long time: `python tests/soak.py --url URL --minutes 30 [--at-once 12]`.
 
-Short and long prompts, some that share a start, streams, n > 1, clients that leave half way. Every request must end with
-an answer or be cancelled by us; a random twentieth of the greedy answers is asked for again alone at the end and must be
-equal where no other token was nearly as likely; then nothing may be left in the engine. Exit code 1 if anything failed.
+Short and long prompts, some that share a start, streams, n > 1, clients that leave half way. Every request must end
+with an answer or be cancelled by us; a random twentieth of the greedy answers is asked for again alone at the end and
+must be equal where no other token was nearly as likely; then nothing may be left in the engine. Exit code 1 otherwise.
 """
 
 from __future__ import annotations
