@@ -33,6 +33,7 @@ from cluster.openai_answers import ChatWriter, TextWriter, Writer
 from parallel import wire
 
 logger = logging.getLogger("cluster.api")
+READ = ["GET", "HEAD"]  # probes often ask by HEAD
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it marks the log line
 
 
@@ -79,10 +80,10 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_api_route("/v1/chat/completions", api.chat_completions, methods=["POST"])
     app.add_api_route("/v1/completions", api.completions, methods=["POST"])
-    app.add_api_route("/v1/models", api.models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", api.one_model, methods=["GET"])
-    app.add_api_route("/health", api.health, methods=["GET"])
-    app.add_api_route("/metrics", api.metrics_text, methods=["GET"])
+    app.add_api_route("/v1/models", api.models, methods=READ)
+    app.add_api_route("/v1/models/{name:path}", api.one_model, methods=READ)
+    app.add_api_route("/health", api.health, methods=READ)
+    app.add_api_route("/metrics", api.metrics_text, methods=READ)
     if settings.api_key:
         app.add_middleware(RequireKey, key=settings.api_key)
     if settings.cors_origin:
@@ -131,7 +132,7 @@ class _Api:
         self,
         request: Request,
         shape: type[Any],
-        build: Callable[[Any, ChatModel, int], Awaitable[TextRequest]],
+        build: Callable[[Any, ChatModel, wire.Ready], Awaitable[TextRequest]],
         writer_class: type[Writer],
     ) -> Response:
         """From a body to its answer, for any route that continues text. Counts the request once, however it ends."""
@@ -142,7 +143,7 @@ class _Api:
                 self._check_model(body.model)
             engine, ready, chat = self._serving()
             check_queue(engine, ready, self._settings.queue_limit)
-            text_request = await build(body, chat, ready.slots)
+            text_request = await build(body, chat, ready)
             engine, ready, chat = self._serving()  # it may have been lost while a long prompt was tokenised
             run = Run(engine, ready, chat, text_request, self._settings.queue_limit, self._metrics)
         except ClientDisconnect:

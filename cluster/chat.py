@@ -58,13 +58,14 @@ class ChatModel:
         self.defaults = _defaults(generation)
         self.stop_ids = _stop_ids(tokenizer, config, generation)
         known = tokenizer.get_vocab()
+        self._longest_token = max(map(len, known), default=1)  # in characters; of a byte vocabulary, in bytes
         init = getattr(tokenizer, "init_kwargs", {})
         template = _template_text(tokenizer)
         self.markers: Markers = find_markers(known)
         self.tool_format: ToolFormat | None = find_format(template, known, init.get("tool_parser_type"))
         self._render = self._renderer(init.get("chat_template_type"))
         self.has_template = self._render is not None
-        self._reserved = frozenset(inspect.signature(type(tokenizer).apply_chat_template).parameters) - {"kwargs"}
+        self._reserved = {*inspect.signature(type(tokenizer).apply_chat_template).parameters, "messages"} - {"kwargs"}
         self._place_system: Callable[[Sequence[Message]], list[Message]] = merge_leading_system
         self.takes_tools = False
         if self.has_template:
@@ -88,12 +89,18 @@ class ChatModel:
     # ------------------------------------------------------------ prompts
 
     async def chat_prompt(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, options: dict[str, Any]
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        options: dict[str, Any],
+        *,
+        limit_tokens: int | None = None,
     ) -> Prompt:
         """The prompt of a chat (already in normal form). `options` reach the template as variables.
 
         Long ones are rendered in a thread, so that others' streams go on. Raises BadRequest when the model has no
-        chat template, no place for tools, or its template refuses these messages.
+        chat template, no place for tools, or its template refuses these messages, and when the text is so long that
+        it has more than `limit_tokens` however it is cut: megabytes are not tokenised only to be refused.
         """
         if not self.has_template:
             raise BadRequest(
@@ -107,17 +114,23 @@ class ChatModel:
         for name in options:
             if name in self._reserved:  # these steer the tokenizer's function, they are no template variables
                 raise BadRequest(f"chat_template_kwargs.{name} cannot be set.", param="chat_template_kwargs")
-        return await self._run(_characters(messages, tools), self._chat_prompt, messages, tools, options)
+        return await self._run(_characters(messages, tools), self._chat_prompt, messages, tools, options, limit_tokens)
 
-    async def text_prompt(self, text: str) -> Prompt:
-        """The prompt of a plain continuation, with the beginning-of-text token where the tokenizer has one."""
+    async def text_prompt(self, text: str, *, limit_tokens: int | None = None) -> Prompt:
+        """The prompt of a plain continuation, with the beginning-of-text token where the tokenizer has one. Raises
+        BadRequest as `chat_prompt` does."""
+        self._check_length(text, limit_tokens, "prompt")
         return await self._run(len(text), lambda: Prompt(self._encode(text, special=True)))
 
     async def _run(self, characters: int, work: Callable[..., Prompt], *args: Any) -> Prompt:
         return work(*args) if characters <= SHORT_CHARACTERS else await asyncio.to_thread(work, *args)
 
     def _chat_prompt(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, options: dict[str, Any]
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        options: dict[str, Any],
+        limit_tokens: int | None,
     ) -> Prompt:
         assert self._render is not None, "asked for a chat prompt without a template"
         try:
@@ -125,14 +138,26 @@ class ChatModel:
         except Exception as error:  # a template raises what it likes: its own message is what helps the client
             logger.info("the chat template refused a request: %s", type(error).__name__)
             raise BadRequest(f"The model's chat template refused these messages: {error}", param="messages") from error
+        self._check_length(text, limit_tokens, "messages")
         start = self.markers.think_start
         return Prompt(self._encode(text, special=False), bool(start) and text.rstrip().endswith(start))
+
+    def _check_length(self, text: str, limit_tokens: int | None, param: str) -> None:
+        if limit_tokens is not None and len(text) > limit_tokens * self._longest_token:
+            raise BadRequest(
+                f"The prompt has {len(text)} characters, but {limit_tokens} tokens of at most {self._longest_token} "
+                "characters fit.",
+                param=param,
+                code="context_length_exceeded",
+                hint="Shorten the prompt, or start the server with a larger --context.",
+            )
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         if self.vocabulary.backend is not None:
             # The backend itself: transformers' wrapper changes the shared tokenizer's state on every call, which
-            # fails when two threads encode.
-            return list(self.vocabulary.backend.encode(text, add_special_tokens=special).ids)
+            # fails when two threads encode. As a batch: `encode` holds Python's lock until it is done, and with it
+            # every stream.
+            return list(self.vocabulary.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
         return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     # ------------------------------------------------------------ the template
@@ -180,7 +205,7 @@ class ChatModel:
             return False
 
 
-def _render_with_template(tokenizer: Any, messages: list[Message], tools: Any, **options: Any) -> str:
+def _render_with_template(tokenizer: Any, messages: list[Message], tools: Any, /, **options: Any) -> str:
     return str(
         tokenizer.apply_chat_template(
             messages, tools=tools or None, **{**options, "tokenize": False, "add_generation_prompt": True}
@@ -188,7 +213,7 @@ def _render_with_template(tokenizer: Any, messages: list[Message], tools: Any, *
     )
 
 
-def _render_with_module(apply: Callable[..., Any], messages: list[Message], tools: Any, **options: Any) -> str:
+def _render_with_module(apply: Callable[..., Any], messages: list[Message], tools: Any, /, **options: Any) -> str:
     if tools:
         options["tools"] = tools
     return str(apply(messages, **{**options, "add_generation_prompt": True}))
@@ -248,5 +273,6 @@ def _stop_ids(tokenizer: Any, config: dict[str, Any], generation: dict[str, Any]
 
 
 def _characters(messages: Sequence[Message], tools: Sequence[object] | None) -> int:
-    """About how much text there is, a tool's definition taken as 1000 characters."""
-    return sum(len(message["content"]) for message in messages) + 1000 * len(tools or ())
+    """About how much text there is, a tool's definition taken as 1000 characters. What an agent wrote into its calls
+    counts as well: whole files."""
+    return sum(len(str(value)) for message in messages for value in message.values()) + 1000 * len(tools or ())

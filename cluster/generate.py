@@ -231,11 +231,16 @@ def _answers(chat: ChatModel, request: TextRequest, prompt: Prompt) -> list[Answ
     ]
 
 
+def most_tokens(ready: wire.Ready) -> int:
+    """How many tokens a prompt and its answer may have together."""
+    return min(ready.context, ready.kv_tokens)
+
+
 def token_limit(ready: wire.Ready, prompt_tokens: int, wanted: int | None) -> int:
     """How many tokens the request may produce. Raises BadRequest when its prompt leaves no room."""
     if not prompt_tokens:
         raise BadRequest("The prompt is empty.", param="prompt")
-    room = min(ready.context, ready.kv_tokens) - prompt_tokens
+    room = most_tokens(ready) - prompt_tokens
     if room < 1:
         limit, what = (
             (ready.context, "the context") if ready.context <= ready.kv_tokens else (ready.kv_tokens, "the KV memory")

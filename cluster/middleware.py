@@ -51,6 +51,16 @@ def status_error(status: int, message: str, code: str) -> BadRequest:
     return error
 
 
+def new_request_id() -> str:
+    """An x-request-id for a request that brought none."""
+    return f"req_{uuid.uuid4().hex}"
+
+
+def headers_too_large() -> BadRequest:
+    """What a request with more than MAX_HEADER_BYTES of headers gets."""
+    return status_error(400, "The request's headers are too large.", "headers_too_large")
+
+
 class TraceRequests:
     """Outermost: an id on every response, one log line, and a 500 object where a bug got through."""
 
@@ -72,9 +82,7 @@ class TraceRequests:
 
         try:
             if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
-                await error_response(status_error(400, "The request's headers are too large.", "headers_too_large"))(
-                    scope, receive, send_with_id
-                )
+                await error_response(headers_too_large())(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
         except Exception:
@@ -138,4 +146,4 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
 def _request_id(scope: Scope) -> str:
     headers: dict[bytes, Any] = dict(scope["headers"])
     theirs = headers.get(b"x-request-id", b"").decode("latin-1")
-    return theirs if _SANE_ID.fullmatch(theirs) else f"req_{uuid.uuid4().hex}"
+    return theirs if _SANE_ID.fullmatch(theirs) else new_request_id()

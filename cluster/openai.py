@@ -18,7 +18,7 @@ import msgspec
 from cluster.answer import ToolUse
 from cluster.chat import ChatModel, Prompt
 from cluster.errors import BadRequest
-from cluster.generate import TextRequest
+from cluster.generate import TextRequest, most_tokens
 from cluster.messages import normal_messages, normal_tools
 from parallel import wire
 
@@ -166,7 +166,7 @@ def _refuse(name: str, value: Any, shape: type[Any]) -> None:
 # ---------------------------------------------------------------- to a TextRequest
 
 
-async def chat_request(body: ChatBody, chat: ChatModel, slots: int) -> TextRequest:
+async def chat_request(body: ChatBody, chat: ChatModel, ready: wire.Ready) -> TextRequest:
     """The request of a chat body. Raises BadRequest."""
     messages = normal_messages(body.messages)
     tools = _offered_tools(body)
@@ -182,24 +182,26 @@ async def chat_request(body: ChatBody, chat: ChatModel, slots: int) -> TextReque
         _within("top_logprobs", top, 0, MAX_TOP_LOGPROBS)
         if not body.logprobs:
             raise BadRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
-    shared = _shared(body, chat, slots, (top or 0) if body.logprobs else -1)
+    shared = _shared(body, chat, ready.slots, (top or 0) if body.logprobs else -1)
     limit, name = (body.max_completion_tokens, "max_completion_tokens")
     if limit is None:
         limit, name = body.max_tokens, "max_tokens"
-    prompt = await chat.chat_prompt(messages, tools or None, options)
+    prompt = await chat.chat_prompt(messages, tools or None, options, limit_tokens=most_tokens(ready))
     use = ToolUse(chat.tool_format, tools, body.parallel_tool_calls) if tools and chat.tool_format else None
     return TextRequest([prompt], max_tokens=_limit(name, limit), tool_use=use, **shared)
 
 
-async def completion_request(body: CompletionBody, chat: ChatModel, slots: int) -> TextRequest:
+async def completion_request(body: CompletionBody, chat: ChatModel, ready: wire.Ready) -> TextRequest:
     """The request of a completion body. Raises BadRequest."""
     if body.best_of is not None and body.best_of != body.n:
         raise BadRequest("best_of is not supported beyond n.", param="best_of", code="unsupported_parameter")
     if body.logprobs is not None:
         _within("logprobs", body.logprobs, 0, MAX_TOP_LOGPROBS)
-    shared = _shared(body, chat, slots, -1 if body.logprobs is None else body.logprobs)
+    shared = _shared(body, chat, ready.slots, -1 if body.logprobs is None else body.logprobs)
+    most = most_tokens(ready)
     prompts = [
-        await chat.text_prompt(one) if isinstance(one, str) else _ids_prompt(one, chat) for one in _prompts(body.prompt)
+        await chat.text_prompt(one, limit_tokens=most) if isinstance(one, str) else _ids_prompt(one, chat, most)
+        for one in _prompts(body.prompt)
     ]
     limit = _limit("max_tokens", body.max_tokens)
     return TextRequest(prompts, max_tokens=limit, is_chat=False, **shared)
@@ -235,8 +237,8 @@ def _prompts(prompt: Any) -> list[Any]:
     )
 
 
-def _ids_prompt(ids: list[Any], chat: ChatModel) -> Prompt:
-    for id in ids:
+def _ids_prompt(ids: list[Any], chat: ChatModel, limit_tokens: int) -> Prompt:
+    for id in ids[:limit_tokens]:  # one that is longer is refused for its length
         if not isinstance(id, int) or isinstance(id, bool) or not 0 <= id < chat.vocabulary_size:
             raise BadRequest(f"prompt: {id!r} is no token id below {chat.vocabulary_size}.", param="prompt")
     return Prompt(ids)

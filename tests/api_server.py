@@ -25,6 +25,7 @@ from tiny_tokenizer import build_tokenizer_folder
 
 from cluster.api import Settings, create_app
 from cluster.chat import ChatModel
+from cluster.http_protocol import HttpProtocol
 from parallel import wire
 
 __all__ = ["app", "app_settings", "base_url", "chat", "client", "engine", "http", "service", "tokenizer_folder"]
@@ -90,7 +91,9 @@ async def base_url(app: FastAPI | None) -> AsyncIterator[str]:
     if app is None:
         yield os.environ["CLUSTER_TEST_URL"].rstrip("/")
         return
-    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(
+        app, port=0, http=HttpProtocol, log_level="error", lifespan="off", timeout_graceful_shutdown=2
+    )
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)

@@ -71,6 +71,7 @@ async def test_another_models_name_is_404_naming_the_served_one(client):
         ("GET", "/v1/models/", 404, "model_not_found"),
         ("GET", CHAT, 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("OPTIONS", "/v1/models", 405, "method_not_allowed"),
     ],
 )
 async def test_unknown_routes_and_methods_get_an_error_object(http, method, path, status, code):
@@ -79,6 +80,12 @@ async def test_unknown_routes_and_methods_get_an_error_object(http, method, path
     error = response.json()["error"]
     assert (error["type"], error["code"], "param" in error) == ("invalid_request_error", code, True)
     assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/v1/models/default"])
+async def test_what_can_be_read_can_be_probed_by_head(http, path):
+    head, get = await http.head(path), await http.get(path)
+    assert (head.status_code, head.content, head.headers["content-type"]) == (200, b"", get.headers["content-type"])
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'"x"', b'{"messages": NaN}', b"\xff\xfe", b"[" * 100_000])
@@ -126,6 +133,7 @@ async def test_a_body_that_is_no_json_object_is_400(http, raw):
         ("tool_choice", {"type": "function", "function": {"name": "add"}}, "tool_choice"),
         ("reasoning_effort", "extreme", "reasoning_effort"),
         ("chat_template_kwargs", {"chat_template": "x"}, "chat_template_kwargs"),
+        ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs"),
         ("response_format", {"type": "json_object"}, "response_format"),
         ("response_format", {"type": "json_schema", "json_schema": {}}, "response_format"),
         ("functions", [{"name": "f"}], "functions"),
@@ -336,6 +344,21 @@ async def test_a_prompt_without_room_is_400_with_both_numbers_and_is_not_submitt
         await client.completions.create(model="default", prompt="a" * 1400)
     assert str(READY.kv_tokens) in str(caught.value)
     assert caught.value.code == "context_length_exceeded"
+    assert engine.submits == []
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+async def test_megabytes_that_cannot_fit_are_400_before_they_are_tokenised(http, engine, monkeypatch, path):
+    monkeypatch.setattr(ChatModel, "_encode", lambda *_, **__: 1 / 0)
+    text = "a" * 3_000_000
+    response = await post(
+        http, path, **({"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text})
+    )
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert str(READY.kv_tokens) in error["message"]
+    response = await post(http, "/v1/completions", prompt=[1] * 1_000_000)
+    assert "1000000 tokens" in response.json()["error"]["message"]
     assert engine.submits == []
 
 

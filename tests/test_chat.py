@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ async def test_a_template_that_opens_the_reasoning_block_is_noticed_but_a_user_w
 
 
 async def test_options_cannot_replace_the_template_or_the_call_of_it(chat):
-    for name in ("chat_template", "tokenize", "tools"):
+    for name in ("chat_template", "tokenize", "tools", "messages"):
         with pytest.raises(BadRequest, match=name):
             await chat.chat_prompt(normal_messages([USER]), None, {name: "x"})
 
@@ -125,6 +126,25 @@ async def test_a_long_prompt_is_rendered_away_from_the_event_loop(chat, monkeypa
     assert threads == []
     prompt = await chat.text_prompt("a" * (SHORT_CHARACTERS + 1))
     assert (len(threads), len(prompt.ids)) == (1, SHORT_CHARACTERS + 1)
+
+
+async def test_streams_go_on_while_a_long_prompt_is_tokenised(chat):
+    begin = last = time.monotonic()
+    longest_pause = 0.0
+    encoding = asyncio.create_task(chat.text_prompt("the thing " * 200_000))
+    while not encoding.done():
+        await asyncio.sleep(0)
+        now = time.monotonic()
+        longest_pause, last = max(longest_pause, now - last), now
+    assert longest_pause < (last - begin) / 2
+
+
+async def test_what_an_agent_wrote_into_its_calls_counts_as_long(chat, monkeypatch):
+    threads = []
+    monkeypatch.setattr("cluster.chat.asyncio.to_thread", _recording(threads))
+    call = {"function": {"name": "write", "arguments": {"content": "a" * SHORT_CHARACTERS}}}
+    await chat.chat_prompt(normal_messages([USER, {"role": "assistant", "tool_calls": [call]}]), None, {})
+    assert len(threads) == 1
 
 
 async def test_many_threads_may_encode_at_once(chat):
