@@ -181,16 +181,16 @@ class Supervisor:
         budget = RelaunchBudget(self._limits.relaunches, self._limits.window_s)
         try:
             while True:
-                if self._remote:
-                    try:
+                try:
+                    if self._remote:
                         await self._deploy(resolved)
-                    except ClusterError as error:
-                        if not self._was_ready:
-                            raise
-                        self.reason = f"{self.reason}; and then: {error.message}"
-                        break
-                self._enter("relaunching" if self._was_ready else "launching")
-                phase = await self._live(resolved.folder)
+                    self._enter("relaunching" if self._was_ready else "launching")
+                    phase = await self._live(resolved.folder)
+                except ClusterError as error:
+                    if not self._was_ready or not self._remote:
+                        raise
+                    self.reason = f"{self.reason}; and then: {error.message}"
+                    break
                 if self._chat_error is not None:
                     raise self._chat_error
                 if not self._was_ready:
