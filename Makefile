@@ -4,7 +4,7 @@ OPENBLAS = $(shell ls /usr/lib/*/openblas-pthread/libopenblas.so.0 2>/dev/null |
 MODEL ?=
 ARGS ?=
 
-.PHONY: help up test test-slow lint types contracts check format lock bench setup setup-dev clean
+.PHONY: help up test test-slow test-netns lint types contracts check format lock bench setup setup-dev clean
 help:  ## list these targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */\1|/' | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
 
@@ -16,6 +16,9 @@ test: setup-dev  ## set up on first use and run the default test suite (ARGS=...
 
 test-slow: setup-dev  ## the tests that take many minutes
 	@LD_PRELOAD=$(OPENBLAS) $(BIN)/python -m pytest -m slow $(ARGS)
+
+test-netns: setup-dev  ## drills: whole clusters on machines in network namespaces (Linux, as root)
+	@LD_PRELOAD=$(OPENBLAS) $(BIN)/python -m pytest -m netns $(ARGS)
 
 lint: setup-dev  ## style and formatting
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -18,6 +18,8 @@ from cluster.install import facts_here, install, python_of, versions
 from cluster.same import Facts, check
 from cluster.ssh import open_shell
 
+pytestmark = pytest.mark.netns
+
 ENVIRONMENT = ".local/share/cluster/env"
 PINNED = {"mlx": "mlx/core.py", "mlx-lm": "mlx_lm/__init__.py"}
 

@@ -15,6 +15,8 @@ from sharded_model import LAYERS, build_sharded_model, shard
 from cluster.errors import CopyFailed, FolderOccupied, HostUnreachable, NotEnoughDisk
 from cluster.pull import Model, ensure, read_model
 
+pytestmark = pytest.mark.netns
+
 NAME = "publisher/sharded"
 PLACE = f".cache/cluster/models/{NAME}"
 TRACE = 'echo "$(hostname) $*" >> {log}\nexec /usr/bin/dd "$@"\n'
