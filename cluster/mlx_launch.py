@@ -219,18 +219,21 @@ class LaunchedRanks:
         """End every rank, then mlx.launch: SIGTERM, SIGKILL after `grace_s` seconds. Returns when all are gone.
 
         First they have `patience_s` seconds to end by themselves: a rank that fails still has to say where. mlx.launch
-        goes last, since what it has not passed on is lost. Raises ProcessStuck.
+        goes last, since what it has not passed on is lost; a rank that it has started meanwhile is ended after it.
+        Raises ProcessStuck.
         """
-        *ranks, launcher = self._all()
+        ranks = self._started()
         await self._gone(patience_s, ranks)
         if self._sites is not None:
             self.reports = await asyncio.to_thread(self._sites.end, self._launch, grace_s)
         self._signal(signal.SIGTERM, ranks)
-        await asyncio.to_thread(lambda: [end_process(record, grace_s) for record in ranks])
-        await self._gone(FLUSH_S, [launcher])
+        await asyncio.to_thread(_end, ranks, grace_s)
+        await self._gone(FLUSH_S if ranks or self._ranks else 0, [self.launcher])
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
+        while late := self._started():
+            await asyncio.to_thread(_end, late, grace_s)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._output), 1)
         self._output.cancel()
@@ -240,17 +243,19 @@ class LaunchedRanks:
 
     def kill(self) -> None:
         """SIGKILL, also to ranks that are stopped; `stop` then returns at once."""
-        self._signal(signal.SIGKILL, self._all())
+        self._signal(signal.SIGKILL, [*self._started(), self.launcher])
 
-    def _all(self) -> list[ProcessRecord]:
-        """The ranks, those that have not joined included, before mlx.launch: a rank must not be restarted by anyone."""
-        children: list[ProcessRecord] = []
-        if (process := self.launcher.process()) is not None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                children = [ProcessRecord(c.pid, c.create_time()) for c in process.children(recursive=True)]
-        mine = self._ranks.values() if self._sites is None else ()  # the pids of other hosts mean nothing here
-        known = {record.pid: record for record in (*mine, *children)}
-        return [*known.values(), self.launcher]
+    def _started(self) -> list[ProcessRecord]:
+        """What mlx.launch has started here and still runs: ranks, joined or not, and what labels their lines.
+
+        They are in its session, whoever their parent is by now.
+        """
+        found = []
+        for pid in psutil.pids():
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+                if pid != self.launcher.pid and os.getsid(pid) == self.launcher.pid:
+                    found.append(ProcessRecord.of(pid))
+        return [record for record in found if record.process() is not None]
 
     @staticmethod
     async def _gone(patience_s: float, processes: list[ProcessRecord]) -> None:
@@ -288,3 +293,8 @@ class LaunchedRanks:
             self._speaking = int(label[1])
             line = line[label.end() :]
         self._logs.get(self._speaking, self._logs[LAUNCHER]).write(line.replace(b"\r", b""))
+
+
+def _end(processes: list[ProcessRecord], grace_s: float) -> None:
+    for record in processes:
+        end_process(record, grace_s)

@@ -162,6 +162,12 @@ async def test_a_rank_that_ignores_sigterm_is_killed_and_its_labeller_ends(launc
     assert one.ranks.launcher.process() is None
 
 
+async def test_a_stop_while_ranks_are_just_being_started_leaves_none(launch) -> None:
+    one = await launch("time.sleep(600)")
+    await one.ranks.stop(1)
+    assert one.ranks._started() == []
+
+
 async def test_how_each_rank_ended_is_known_also_by_a_signal_and_by_its_own_alarm(launch) -> None:
     one = await launch(
         "r = os.environ['MLX_RANK']; print('up', flush=True); r == '0' and signal.alarm(1); time.sleep(600)"

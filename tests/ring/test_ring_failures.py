@@ -99,7 +99,7 @@ def test_a_main_thread_stuck_in_a_collective_is_a_stall_although_its_heartbeat_l
     trigger = tmp_path / "trigger"
     with cluster.serving("--local", str(ranks), rank=(FAULTY, "block", str(victim), str(trigger))):
         message = lose(cluster, trigger.touch, within_s=15)
-        assert "has run for 10 s without an end; rank 1 (this machine) is " in message
+        assert re.search(r"has run for 1\d s without an end; rank 1 \(this machine\) is ", message)
 
 
 @pytest.mark.slow
