@@ -10,7 +10,7 @@ import getpass
 import random
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -20,17 +20,18 @@ from cluster import hostfile as hostfiles
 from cluster.addresses import meeting_point
 from cluster.arrange import LOOPBACK, Arrangement, arrange
 from cluster.config import ClusterConfig
-from cluster.errors import ClusterError, HostUnreachable, NoHostfile, NoHosts, NotFit
+from cluster.errors import BadSetting, ClusterError, HostUnreachable, NoHostfile, NoHosts, NoPlan, NotFit
 from cluster.hostfile import HostEntry, Hostfile
 from cluster.hosts import Host, Unreachable
 from cluster.paths import Folders
 from cluster.sites import Sites
-from cluster.ssh import on_all, open_shell
+from cluster.ssh import CONNECT_S, on_all, open_shell
 from cluster.topology import Topology, topology
 from parallel import wire
 
 CONTROL_PORTS = (20000, 32000)  # of rank 0; below where systems take ports from for connections
 AUTO = ("auto",)
+AGAIN_S = 5.0  # for a host that answered before to let us in; nothing is served meanwhile
 VERSIONS = ("python", "mlx", "mlx_lm", "cluster")  # of `hosts.Versions`, in the order of `same.Facts`
 
 Say = Callable[[str, int, int], None]  # phase, done, total (bytes; 0: not known)
@@ -79,7 +80,8 @@ def deploy(config: ClusterConfig, folders: Folders, name: str, folder: Path, *, 
     """
     say("probing", 0, 0)
     names = wanted_hosts(config)
-    seen, away = probe.probe_hosts(names, pythons={host: config.python or install.python_of(host) for host in names})
+    pythons = {host: config.python or install.python_of(host) for host in names}
+    seen, away = probe.probe_hosts(names, pythons=pythons, connect_s=CONNECT_S if first else AGAIN_S)
     if away and (first or not seen) and not config.force:
         raise HostUnreachable(
             "\n".join(host.reason for host in away), hint=away[0].hint or "Leave it out of --hosts to go on without it."
@@ -93,8 +95,10 @@ def deploy(config: ClusterConfig, folders: Folders, name: str, folder: Path, *, 
     found = topology(seen)
     if config.hostfile is not None:
         arrangement, unused, notes = _by_hostfile(config, info, found)
-    else:
+    elif first:
         arrangement, unused, notes = _by_plan(config, info, found)
+    else:
+        arrangement, unused, notes = _by_what_remains(config, info, found)
     by_name = {host.ssh: host for host in seen}
     used = [spec.host for spec in arrangement.ranks]
     needs: dict[str, tuple[int, int] | None] = dict.fromkeys(used)
@@ -173,6 +177,23 @@ def _by_plan(
         left_out,
         (*plan.warnings, *joined.notes),
     )
+
+
+def _by_what_remains(
+    config: ClusterConfig, info: wire.ModelInfo, found: Topology
+) -> tuple[Arrangement, dict[str, str], tuple[str, ...]]:
+    """As `_by_plan`; a strategy or a split that needs the hosts that were lost gives way to what serves at all."""
+    try:
+        return _by_plan(config, info, found)
+    except (NoPlan, BadSetting) as wished:
+        if config.parallel == "auto" and not config.split:
+            raise
+        try:
+            arrangement, unused, notes = _by_plan(replace(config, parallel="auto", split=()), info, found)
+        except NoPlan:
+            raise wished from None
+    note = f"The hosts that remain cannot run as wished; they run as {arrangement.strategy}."
+    return arrangement, unused, (note, *notes)
 
 
 def _by_hostfile(

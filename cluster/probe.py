@@ -20,6 +20,7 @@ from cluster.errors import ClusterError, CommandTimedOut, HostUnreachable, Recor
 from cluster.hosts import Host, RdmaDevice, Unreachable, Unread, Versions
 from cluster.recording import BATCH_SSH, RecordingShell, write_recording
 from cluster.ssh import (
+    CONNECT_S,
     LOCAL_NAMES,
     MISSING,
     NOT_RECORDED,
@@ -99,16 +100,21 @@ def commands(python: str = PYTHON) -> dict[str, tuple[str, ...]]:
 
 
 def probe_hosts(
-    names: Sequence[str], *, pythons: Mapping[str, str] | None = None, save: Path | None = None
+    names: Sequence[str],
+    *,
+    pythons: Mapping[str, str] | None = None,
+    save: Path | None = None,
+    connect_s: float = CONNECT_S,
 ) -> tuple[list[Host], list[Unreachable]]:
     """Look at all hosts at once. A machine that appears under a second name is told as unreachable by that name.
 
     `pythons` names the interpreter of a host's ranks where it is not python3. `save`: record there what they printed.
+    `connect_s`: how long a host has to let us in.
     """
     recorded: dict[str, RecordingShell] = {}
 
     def look(name: str) -> Host:
-        with open_shell(name) as shell:
+        with open_shell(name, connect_s) as shell:
             local = name in LOCAL_NAMES  # there, mlx.launch needs no ssh, and ranks run on this interpreter
             python = (pythons or {}).get(name, sys.executable if local else PYTHON)
             said = "" if local else batch_login(name)

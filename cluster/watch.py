@@ -124,6 +124,8 @@ class Watch:
             beats = seen.beat is not None or self.announced is not None
             allowed_s = limits.connect_s if seen.phase == "connecting" else limits.beat_s if beats else limits.join_s
             if now - seen.heard > allowed_s:
+                if now - self.ranks[0].heard > limits.beat_s / 2:
+                    rank, seen = 0, self.ranks[0]  # all others are heard through it
                 while_ = "" if beats and seen.phase == "ready" else f" while {seen.phase}"
                 return self.of(rank, f"it gave no sign of life for {allowed_s:g} s{while_}")
             if seen.phase != "ready" and seen.phase in PHASES and now - seen.since > limits.phase_s:

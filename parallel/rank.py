@@ -42,11 +42,12 @@ def main(argv: list[str]) -> int:
     """Run a rank to its end; returns its exit code."""
     plan = msgspec.json.decode(argv[0], type=wire.RankPlan)
     stay_awake()
+    if plan.size > 1 or not plan.parent:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # an ssh session that ends is not a coordinator that ends
     if plan.size == 1:
         return lead(plan, plan_digest(argv[0]))
     rank = int(os.environ["MLX_RANK"])
     label_output(rank)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # an ssh session that ends is not a coordinator that ends
     return follow(plan, rank, plan_digest(argv[0])) if rank else lead(plan, plan_digest(argv[0]))
 
 
