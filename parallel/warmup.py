@@ -68,8 +68,16 @@ def probe(model: Any, plan: wire.RankPlan, on_this_machine: int = 1) -> wire.Fac
     return wire.Fact(shape.fixed_bytes, list(shape.layers), kv_bytes, weights, token, margin)
 
 
-def set_limits(model: Any, plan: wire.RankPlan, context: int, facts: list[wire.Fact], links: Links) -> Limits:
-    """The limits for all ranks, from what each found. Raises SelfCheckFailed where they would choose other tokens."""
+def set_limits(
+    model: Any, plan: wire.RankPlan, context: int, facts: list[wire.Fact], links: Links, lookahead: bool | None = None
+) -> Limits:
+    """The limits for all ranks, from what each found. Raises SelfCheckFailed where they would choose other tokens.
+
+    `lookahead` None: where it pays. A CPU computes a step while it is begun, so a second one ahead would only make
+    newcomers wait for it.
+    """
+    if lookahead is None:
+        lookahead = links.lookahead and (plan.size > 1 or not sampling.on_cpu())
     sure = {fact.token for fact in facts if fact.margin > SURE_MARGIN}
     if len(sure) > 1:
         raise SelfCheckFailed(f"after the same prompt the ranks choose different tokens: {sorted(sure)}")
@@ -83,7 +91,7 @@ def set_limits(model: Any, plan: wire.RankPlan, context: int, facts: list[wire.F
         weights_bytes=tightest.weights_bytes,
         chunk_tokens=plan.chunk_tokens,
         reuse=getattr(model, "reuse", "") or kv.reuse_of(model),
-        lookahead=links.lookahead,
+        lookahead=lookahead,
         batchable=model.batchable if hasattr(model, "batchable") else kv.batchable(model),
         stages=plan.size if plan.strategy == "pipeline" else 1,
     )
@@ -106,11 +114,11 @@ def _combined(facts: list[wire.Fact]) -> tuple[wire.Fact, CacheShape]:
     return tightest, shape
 
 
-def engine_alone(model: Any, plan: wire.RankPlan, context: int) -> Engine:
+def engine_alone(model: Any, plan: wire.RankPlan, context: int, lookahead: bool | None = None) -> Engine:
     """A warm engine on a whole model in this process."""
     executor = Executor(model)
     facts = [probe(model, plan)]
-    return make_engine(executor, set_limits(model, plan, context, facts, executor.links))
+    return make_engine(executor, set_limits(model, plan, context, facts, executor.links, lookahead))
 
 
 def make_engine(executor: Executor, limits: Limits, send: Callable[[wire.Step], None] = lambda step: None) -> Engine:

@@ -22,7 +22,7 @@ def engine_for(model: Any, *, context: int, slots: int = 8, chunk_tokens: int = 
     plan = wire.RankPlan(
         "", "", 0, "", slots=slots, chunk_tokens=chunk_tokens, kv_limit_bytes=2 << 30, prefix_bytes=prefix_bytes
     )
-    return engine_alone(model, plan, context)
+    return engine_alone(model, plan, context, lookahead=True)
 
 
 @dataclass

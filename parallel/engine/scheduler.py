@@ -57,8 +57,8 @@ class Limits:
 
     @property
     def depth(self) -> int:
-        """Steps that may be in flight: the next one while one runs, or twice what fills a pipeline."""
-        return 2 * self.stages
+        """Steps that may be in flight: with look-ahead the next one while one runs, or twice what fills a pipeline."""
+        return 2 * self.stages if self.lookahead or self.stages > 1 else 1
 
     @property
     def kv_tokens(self) -> int:
