@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 import msgspec
-from architectures import build
+from architectures import _weights, build
 from engine_run import Said, differences, random_mix, run_mix
 
 from parallel import pipeline, tensor, warmup, wire
@@ -56,6 +56,7 @@ def part_of(case: list[Any], group: Any) -> tuple[Any, Any]:
     model = build(name)
     if strategy == "tensor":
         tensor.shard(model, group)
+        _weights.cache_clear()  # mlx-lm divides some biases in place, in arrays that the whole model would share
         return model, ShardLinks(group)
     stop = sum(split[group.rank() :])  # rank 0 has the last layers
     stage = pipeline.Stage(model, stop - split[group.rank()], stop)
