@@ -166,7 +166,13 @@ class Terminal:
             "from cluster.terminal_chat import Conversation, chat; chat(Conversation(sys.argv[1]), 'tiny')"
         )
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, url], stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+            [sys.executable, "-c", code, url],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            # a preloaded OpenBLAS has threads, one of which may take the Ctrl-C and leave input() waiting
+            env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
         )
         os.close(slave)
         self._unread = b""
