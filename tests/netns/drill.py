@@ -120,6 +120,11 @@ class Drill:
         health = self.health()
         return health.get("status") == "ready" and len(health["ranks"]) == ranks
 
+    def story(self) -> str:
+        """The coordinator's log without its requests."""
+        lines = self.folders.coordinator_log.read_text().splitlines()
+        return "\n".join(line for line in lines if " POST " not in line)
+
     # ------------------------------------------------------------ its processes
 
     @property
@@ -179,10 +184,11 @@ def processes(machine: Machine) -> list[psutil.Process]:
     """What runs on a machine, without its first process; none when it is off."""
     if not machine.running:
         return []
-    found = []
-    for process in psutil.Process(machine.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
+    there, found = os.readlink(f"/proc/{machine.pid}/ns/pid"), []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, OSError):
+            mine = os.readlink(f"/proc/{process.pid}/ns/pid") == there and process.pid != machine.pid
+            if mine and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
@@ -264,7 +270,7 @@ class Clients:
         """Wait until an answer is streamed; that request."""
 
         def open_answer() -> Asked | None:
-            latest = self._lanes[0][-1]
+            latest = self._lanes[0][-1] if self._lanes[0] else Asked(0)
             return latest if latest.first and not latest.ended and time.monotonic() - latest.first > 0.5 else None
 
         found: Asked = until(open_answer, 60, "a streamed answer")
@@ -349,7 +355,7 @@ def lose(drill: Drill, clients: Clients, fault: Callable[[], Any]) -> tuple[str,
     error_s = request.ended - since
     assert error_s <= ERROR_S, request
     serving_s = clients.served_after(request.ended) - since
-    assert serving_s <= error_s + SERVING_S
+    assert serving_s <= error_s + SERVING_S, drill.story()
     assert drill.health()["restarts"] == restarts + 1
     return request.says, error_s, serving_s
 
