@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import USERS
 from netns.drill import HOSTS, PORT, Clients, Drill, Found, lose, mount, processes, record, until
 from netns.machines import Network, unavailable
 
@@ -29,7 +28,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Iter
         pytest.skip(why)
     folder = tmp_path_factory.mktemp("drills")
     with Network(folder / "network") as network:
-        yield Drill(network, USERS.cache)
+        yield Drill(network, demo_model.parents[2])
     for name in HOSTS:  # half a gigabyte each
         shutil.rmtree(folder / "network" / name / ".cache")
 
