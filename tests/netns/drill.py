@@ -35,8 +35,7 @@ PORT = 8080
 ERROR_S = 10.0  # an open request has its error after this
 SERVING_S = 60.0  # and new ones are answered after this
 SILENT_S = 90.0
-RETRY_S = 0.3  # as long as the API says 503
-PROMPTS = ((True, "Tell a long story about a dragon.", 400), (False, "What is the capital of France?", 24))
+RETRY_S = 0.5  # as long as the API says 503
 
 
 def until(condition: Callable[[], Any], wait_s: float = 60.0, what: str = "it") -> Any:
@@ -236,13 +235,15 @@ class Asked:
 class Clients:
     """Two clients, one of which streams, that send a request after the other. A context manager."""
 
-    def __init__(self, drill: Drill) -> None:
+    def __init__(self, drill: Drill, story: int = 400) -> None:
+        """`story`: tokens of a streamed answer, which should take seconds."""
         self._drill = drill
         self._stopping = threading.Event()
-        self._lanes: list[list[Asked]] = [[] for _ in PROMPTS]
+        self._lanes: list[list[Asked]] = [[], []]
+        prompts = ((True, "Tell a long story about a dragon.", story), (False, "What is the capital of France?", 24))
         self._threads = [
             threading.Thread(target=self._ask_on, args=(lane, *prompt), name="client")
-            for lane, prompt in zip(self._lanes, PROMPTS, strict=True)
+            for lane, prompt in zip(self._lanes, prompts, strict=True)
         ]
 
     def __enter__(self) -> Clients:

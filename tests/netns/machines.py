@@ -85,7 +85,8 @@ class Network:
         _keygen(self.key)
         self.configure("")
         self._place = _Namespaces(["unshare", "--net", "sh", "-c", "ip link set lo up; echo up; exec sleep infinity"])
-        self._ip("link add bridge type bridge mcast_snooping 0")
+        # An address of its own: else it is that of a port, and another one when that port's machine is switched off.
+        self._ip("link add bridge address 02:77:00:00:00:01 type bridge mcast_snooping 0")
         self._ip(f"address add {SUBNET}.1/24 dev bridge")
         self._ip("link set bridge up")
 
