@@ -21,6 +21,8 @@ from parallel import wire
 REAP_S = 30.0
 CONNECT_S = 5.0  # these hosts were reached a moment ago; one that is gone must not hold up the others
 SECRET_FOLDER = ".local/share/cluster/secrets"
+# A rank reads its secret when it starts; older ones are of launches that ended when their host could not be reached.
+MAKE_ROOM = f"umask 077; cd; mkdir -p {SECRET_FOLDER}; find {SECRET_FOLDER} -type f -mmin +60 -delete; pwd"
 OWN_PYTHON = f'exec "$HOME/{ENVIRONMENT}/bin/python" "$@"'
 
 
@@ -59,10 +61,16 @@ class Sites:
         return [host for host, ranks in there.items() if ranks]
 
     def end(self, launch: str, grace_s: float) -> dict[str, wire.Reaped | ClusterError]:
-        """End the ranks of `launch` on every host that can be reached, and see that they are gone."""
+        """End the ranks of `launch` on every host that can be reached, and see that they and its secret are gone."""
+
+        def end(shell: Shell) -> str:
+            out = self._reap(shell, "end", launch, f"{grace_s:g}")
+            shell.run(["sh", "-c", f'rm -f "$HOME/{SECRET_FOLDER}/{launch}"'])
+            return out
+
         return {
             host: out if isinstance(out, ClusterError) else msgspec.json.decode(out, type=wire.Reaped)
-            for host, out in self._on_all(lambda shell: self._reap(shell, "end", launch, f"{grace_s:g}")).items()
+            for host, out in self._on_all(end).items()
         }
 
     def give_secret(self, launch: str, secret: str) -> dict[str, str]:
@@ -73,7 +81,7 @@ class Sites:
             local.write_text(secret)
 
             def give(shell: Shell) -> str:
-                made = shell.run(["sh", "-c", f'umask 077; mkdir -p "$HOME/{SECRET_FOLDER}"; echo "$HOME"'])
+                made = shell.run(["sh", "-c", MAKE_ROOM])
                 path = f"{made.out.strip()}/{SECRET_FOLDER}/{launch}"
                 shell.put(local, path)
                 return path
@@ -84,10 +92,6 @@ class Sites:
                     raise path
                 paths[host] = path
             return paths
-
-    def forget_secret(self, launch: str) -> None:
-        """Remove the secret's files where that is possible."""
-        self._on_all(lambda shell: shell.run(["sh", "-c", f'rm -f "$HOME/{SECRET_FOLDER}/{launch}"']).out)
 
     def _reap(self, shell: Shell, *arguments: str) -> str:
         result = shell.run([*python_argv(self.python), "-m", "parallel.reap", *arguments], timeout_s=REAP_S)

@@ -13,6 +13,7 @@ import os
 import platform
 import queue
 import socket
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -29,6 +30,8 @@ BEAT_S = 1.0
 JOIN_TIMEOUT_S = 5.0
 ALONE_S = 60.0  # how long a coordinator may be away before the rank leaves
 ALONE_EXIT_CODE = 3
+PREDECESSOR_S = 1.0  # for the connection of a coordinator that has gone to end
+TCP_RXT_CONNDROPTIME = 0x80  # of macOS's netinet/tcp.h, in seconds
 OTHERS_FIRST_S = 0.5  # before rank 0 tells of its own failure
 REMEMBERED_STEPS = 1 << 16  # digests kept to compare with other ranks', whose heartbeats are a second old
 
@@ -55,6 +58,17 @@ def is_alive(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def end_with_its_link(connection: socket.socket) -> None:
+    """Have the system end a connection when what was sent is not acknowledged for `ALONE_S`.
+
+    A cable that was pulled ends no connection, and systems go on trying for a quarter of an hour.
+    """
+    if sys.platform == "darwin":
+        connection.setsockopt(socket.IPPROTO_TCP, TCP_RXT_CONNDROPTIME, int(ALONE_S))
+    elif hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(ALONE_S * 1000))
 
 
 class Disconnected:
@@ -187,6 +201,7 @@ class Control:
     def _serve(self, peer: socket.socket) -> None:
         try:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end_with_its_link(peer)
             peer.settimeout(JOIN_TIMEOUT_S)
             join = wire.read_frame(peer)
             refusal = self._refusal(join)
@@ -240,7 +255,9 @@ class Control:
         if join.version != VERSION:
             return f"it runs cluster {join.version}, this rank {VERSION}; install the same version on both"
         if join.role != "rank":
-            return "another coordinator is connected to it" if self._peer is not None else ""
+            with self._changed:  # the end of the last one may not have been noticed yet
+                alone = self._changed.wait_for(lambda: self._peer is None, PREDECESSOR_S)
+            return "" if alone else "another coordinator is connected to it"
         reason = self._rank_refusal(join)
         if reason:  # nobody sees what a refused rank says before it ends, so the coordinator hears it from here
             self._tell(wire.Failed(join.rank, f"rank 0 refused it: {reason}"))
@@ -271,6 +288,7 @@ class Control:
                 self._peer = None
                 self._alone_since = time.monotonic()
                 self.inbox.put(Disconnected())
+                self._changed.notify_all()
         if rank:
             self._tell(wire.Lost(rank, "its connection closed"))
 

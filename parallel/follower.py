@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from parallel import wire
-from parallel.control import ALONE_EXIT_CODE, BEAT_S, JOIN_TIMEOUT_S, VERSION, versions
+from parallel.control import ALONE_EXIT_CODE, BEAT_S, JOIN_TIMEOUT_S, VERSION, end_with_its_link, versions
 
 JOIN_PATIENCE_S = 60.0  # for rank 0 to listen
 LEAVE_S = 5.0  # for the main thread to come out of its last step
@@ -85,6 +85,7 @@ class Follower:
             try:
                 connection = socket.create_connection((host, port), timeout=JOIN_TIMEOUT_S)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                end_with_its_link(connection)
                 return connection
             except OSError as error:
                 if time.monotonic() > end:

@@ -153,6 +153,10 @@ class Drill:
         names = {name: [shown(process) for process in processes(machine)] for name, machine in machines.items()}
         return {name: found for name, found in names.items() if found}
 
+    def secrets(self) -> list[Path]:
+        """Files with a secret of a launch on the hosts."""
+        return [file for m in self.hosts.values() for file in (m.home / ".local/share/cluster/secrets").glob("*")]
+
     def nothing_left(self, wait_s: float = 10.0) -> None:
         """Nothing runs anywhere; sessions of sshd may take a moment to end."""
         end = time.monotonic() + wait_s
