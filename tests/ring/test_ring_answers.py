@@ -107,8 +107,6 @@ def joined(port: int) -> socket.socket | None:
 def check(found: list[dict[str, Any]]) -> None:
     assert {str(case["case"]): case["wrong"] for case in found if case["wrong"]} == {}
     assert {str(case["case"]): case["left"] for case in found if any(case["left"])} == {}
-    reusing = [case["hits"] for case in found if case["reuse"] == "any"]
-    assert not reusing or any(reusing)  # in one mix or another; in which depends on who comes when
 
 
 @pytest.mark.parametrize("size", [2, 3])
