@@ -6,6 +6,7 @@ run is looked at again each time: devices change their names at a reboot, addres
 
 from __future__ import annotations
 
+import functools
 import getpass
 import random
 import socket
@@ -91,7 +92,7 @@ def deploy(config: ClusterConfig, folders: Folders, name: str, folder: Path, *, 
     if first and not config.force:
         _examine(seen, away)
     say("planning", 0, 0)
-    info = model_info.read(folder)
+    info = _read_once(folder)
     found = topology(seen)
     if config.hostfile is not None:
         arrangement, unused, notes = _by_hostfile(config, info, found)
@@ -127,6 +128,12 @@ def with_secret(plan: wire.RankPlan, deployment: Deployment, folders: Folders) -
     places = deployment.sites.give_secret(plan.launch, folders.secret.read_text())
     ranks = [msgspec.structs.replace(spec, secret_file=places[spec.host]) for spec in plan.ranks]
     return msgspec.structs.replace(plan, ranks=ranks)
+
+
+@functools.cache
+def _read_once(folder: Path) -> wire.ModelInfo:
+    """The same for all launches of a cluster: reading takes seconds in which nothing is served."""
+    return model_info.read(folder)
 
 
 def answering(hosts: Sequence[str]) -> list[str]:
