@@ -213,6 +213,7 @@ async def _serve(
 
     from cluster.api import Settings, create_app
     from cluster.chat import ChatModel
+    from cluster.http_protocol import HttpProtocol
     from cluster.weights import resolve
 
     class Server(uvicorn.Server):
@@ -251,6 +252,7 @@ async def _serve(
     server = Server(
         uvicorn.Config(
             create_app(supervisor, settings),
+            http=HttpProtocol,
             log_config=None,
             access_log=False,
             backlog=BACKLOG,
