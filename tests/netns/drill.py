@@ -3,7 +3,8 @@
     boss       the coordinator: `cluster` commands are typed here, the API listens at its address
     a, b, c    the hosts
 
-`python drill.py FILE ...` prints the table of docs/reliability.md from what runs of the drills wrote to $DRILLS_RECORD.
+`PYTHONPATH=tests python -m netns.drill FILE ...` prints the table of docs/reliability.md from what runs of the drills
+wrote to $DRILLS_RECORD.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def test_a_link_down_and_up_again(drill: Drill, strategy: str, rank: int):
     with drill.serving("--parallel", strategy), Clients(drill) as clients:
         machine = drill.machine_of(rank)
         told, error_s, serving_s = lose(drill, clients, lambda: drill.network.unplug(machine))
-        assert f"on {machine.name}" in told
+        assert f"rank {rank} on {machine.name}" in told
         ranks = len(drill.health()["ranks"])
         assert ranks == (2 if strategy == "pipeline" else 1)
         assert machine.name in drill.health()["left_out"]
@@ -90,18 +90,22 @@ def test_a_link_down_and_up_again(drill: Drill, strategy: str, rank: int):
     record(Found(f"link of rank {rank}'s host down, {strategy}", told, error_s, serving_s, then))
 
 
-def test_power_lost_and_back(drill: Drill):
+@pytest.mark.parametrize("fault", ["power lost", "system hung"])
+def test_a_host_that_is_gone_and_comes_back(drill: Drill, fault: str):
     with drill.serving("--parallel", "pipeline"), Clients(drill) as clients:
         machine = drill.machine_of(1)
-        told, error_s, serving_s = lose(drill, clients, machine.kill)
+        goes, comes = (machine.kill, machine.boot) if fault == "power lost" else (machine.freeze, machine.thaw)
+        told, error_s, serving_s = lose(drill, clients, goes)
+        assert f"rank 1 on {machine.name}" in told
         assert drill.ready(2)
-        machine.boot()
+        comes()
         until(lambda: drill.health()["returned"] == [machine.name], 90, "the host's return")
+        drill.only_this_launch()
         assert drill.run(*drill.up("--parallel", "pipeline"), "--detach")[0] == 0
         assert drill.ready(3)
         clients.served_after(time.monotonic())
     then = "2 ranks; when it is back, 3 with `cluster up`"
-    record(Found("power of rank 1's host lost, pipeline", told, error_s, serving_s, then))
+    record(Found(f"{fault} on rank 1's host, pipeline", told, error_s, serving_s, then))
 
 
 def test_an_sshd_that_does_not_answer(drill: Drill):
@@ -265,7 +269,7 @@ def test_an_interrupted_start_leaves_nothing(drill: Drill, phase: str):
     assert process.returncode == 0, output
     ended_s = time.monotonic() - began
     drill.nothing_left(15)
-    record(Found(f"Ctrl-C while it is {phase.removeprefix('is ')}", "", then=f"ended after {ended_s:.1f} s"))
+    record(Found(f"Ctrl-C while it is {phase.removeprefix('is ')}", "exit code 0", then=f"ended after {ended_s:.1f} s"))
 
 
 def test_a_second_coordinator_on_the_same_hosts(drill: Drill):
