@@ -1,11 +1,14 @@
-"""One drill of test_drills.py on a tiny model, short enough for every run."""
+"""One drill of test_drills.py on a tiny model: the quickest look whether a cluster over ssh works."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from netns.drill import Clients, Drill, lose
 from netns.machines import Network
+
+pytestmark = pytest.mark.netns
 
 
 def test_a_cluster_on_two_hosts_serves_loses_a_rank_and_serves_again(network: Network, tiny_model: Path):
