@@ -282,14 +282,14 @@ class Clients:
         found: Asked = until(open_answer, 60, "a streamed answer")
         return found
 
-    def served_after(self, since: float, wait_s: float = SERVING_S + ERROR_S) -> float:
+    def served_after(self, since: float, wait_s: float = SERVING_S + 30) -> float:
         """When the first token came of an answer to a request that was sent after `since`."""
 
         def first() -> float | None:
             times = [one.first for one in self.asked if one.began > since and one.end == "answer" and one.first]
             return min(times, default=None)
 
-        found: float = until(first, wait_s + 30, "an answer")
+        found: float = until(first, wait_s, "an answer")
         return found
 
     def _ask_on(self, lane: list[Asked], stream: bool, prompt: str, tokens: int) -> None:
@@ -348,9 +348,11 @@ class Found:
     then: str = ""
 
 
-def lose(drill: Drill, clients: Clients, fault: Callable[[], Any]) -> tuple[str, float, float]:
+def lose(
+    drill: Drill, clients: Clients, fault: Callable[[], Any], within_s: float = SERVING_S
+) -> tuple[str, float, float]:
     """Let `fault` happen in the middle of an answer. What the open request was told, after how long, and after how
-    long a request was answered again."""
+    long a request was answered again, which must be `within_s` after the error."""
     request = clients.flowing()
     restarts = drill.health()["restarts"]
     since = time.monotonic()
@@ -360,8 +362,8 @@ def lose(drill: Drill, clients: Clients, fault: Callable[[], Any]) -> tuple[str,
     assert request.ended is not None
     error_s = request.ended - since
     assert error_s <= ERROR_S, request
-    serving_s = clients.served_after(request.ended) - since
-    assert serving_s <= error_s + SERVING_S, drill.story()
+    serving_s = clients.served_after(request.ended, within_s + 30) - since
+    assert serving_s <= error_s + within_s, drill.story()
     assert drill.health()["restarts"] == restarts + 1
     return request.says, error_s, serving_s
 
