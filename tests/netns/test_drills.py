@@ -18,7 +18,7 @@ from netns.machines import Network, unavailable
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(900)]
 strategies = pytest.mark.parametrize("strategy", ["pipeline", "tensor"])
-# Three ranks of MLX's ring on a machine with two cores: a token of tensor parallel takes seconds, and so does warming up.
+# Three ranks of MLX's ring on two cores: a token of tensor parallel takes long, and so does warming up.
 WITHIN_S = {"pipeline": SERVING_S, "tensor": 180.0}
 
 
