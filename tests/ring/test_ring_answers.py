@@ -37,7 +37,6 @@ QUICK: dict[int, tuple[Case, ...]] = {
     ),
     3: (
         ("llama", "pipeline", (1, 3, 2), 7),
-        ("gemma3_text", "pipeline", (3, 1, 2), 3),
         ("llama", "tensor", (), 16),
     ),
 }

@@ -143,7 +143,7 @@ def test_a_start_that_fails_says_why_leaves_nothing_and_the_next_one_serves(
     assert re.search(STARTS[fault], output)
     assert cluster.processes() == []
     assert re.search(STARTS[fault], cluster.state.reason)
-    if fault == "version":
+    if fault == "killed":
         with cluster.serving(*TWO):
             assert cluster.complete().status_code == 200
 
