@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from cluster import cli_macs, cli_plan, cli_ship
-from cluster.bench import bench
+from cluster.benchmark.bench import bench
 from cluster.config import NAMES, ClusterConfig, load_config
 from cluster.errors import ClusterError, NothingRuns, NotReady
 from cluster.paths import Folders
@@ -106,9 +106,10 @@ def up(
 
 
 def _start(settings: ClusterConfig, detach: bool) -> None:
-    from cluster import coordinator, launch, running
+    from cluster import coordinator, running
+    from cluster.show.view import StartView
     from cluster.state import ClusterState
-    from cluster.view import StartView
+    from cluster.supervision import launch
 
     folders, url = _folders(), coordinator.url_of(settings)
     if not coordinator.is_loopback(settings.host) and settings.api_key is None:
@@ -158,7 +159,7 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     if as_json:
         typer.echo(json.dumps({"running": True, "url": state.url, **health}, indent=2))
     else:
-        from cluster.view import show, status_table
+        from cluster.show.view import show, status_table
 
         show(status_table(state, health))
     raise typer.Exit(health["status"] == "failed")
@@ -213,7 +214,8 @@ def client(name: Annotated[Client, typer.Argument(help="The program.")]) -> None
     health = running.ask(state)
     if not health["context"]:
         raise NotReady(f"The cluster is not ready: {health['status']}.", hint="`cluster status` shows when it is.")
-    typer.echo(client_config.opencode(state.url, health["model"], health["context"], needs_key=state.needs_key))
+    model, context, takes = health["model"], health["context"], health["takes"]
+    typer.echo(client_config.opencode(state.url, model, context, takes, needs_key=state.needs_key))
 
 
 cli_macs.register(app)

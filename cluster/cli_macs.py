@@ -14,10 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.cabling.hostfile import Hostfile
 from cluster.config import load_config
 from cluster.errors import BadSetting
-from cluster.hostfile import Hostfile
-from cluster.hosts import Host, Unreachable
+from cluster.macs.hosts import Host, Unreachable
 
 CONFIG_FILE = Path("cluster.yaml")
 
@@ -46,7 +46,7 @@ def look(
     Looks at all of them at once; a Mac that cannot be looked at does not hide the others. Raises BadSetting,
     ConfigUnreadable, HostfileInvalid or RecordingUnreadable for flags that cannot be used, NoHosts if there is none.
     """
-    from cluster import discover, probe
+    from cluster.macs import discover, probe
 
     if recorded is not None:
         if hosts or hostfile:
@@ -64,7 +64,7 @@ def configured_hosts(hosts: str | None, hostfile: Path | None, config: Path | No
             raise BadSetting("--hosts names no host.", hint="For example: --hosts studio-a,studio-b")
         return list(dict.fromkeys(names))
     if hostfile is not None:
-        from cluster.hostfile import read
+        from cluster.cabling.hostfile import read
 
         return list(dict.fromkeys(host.ssh for host in read(hostfile).hosts))
     file = config or (CONFIG_FILE if CONFIG_FILE.is_file() else None)
@@ -94,14 +94,14 @@ def discover_command(
     hosts: Hosts = None, hostfile: HostfileFlag = None, config: Config = None, as_json_: AsJson = False
 ) -> None:
     """Who is there: Macs with Remote Login on this network, and those that flags or cluster.yaml name."""
-    from cluster import discover
+    from cluster.macs import discover
 
     found = discover.discover(configured_hosts(hosts, hostfile, config))
     if as_json_:
         typer.echo(as_json({"hosts": found}))
     else:
-        from cluster.host_tables import found_table
-        from cluster.view import show
+        from cluster.show.host_tables import found_table
+        from cluster.show.view import show
 
         show(found_table(found))
 
@@ -121,8 +121,8 @@ def probe_command(
     if as_json_:
         typer.echo(as_json({"hosts": seen, "unreachable": unreachable}))
     else:
-        from cluster.host_tables import hosts_table
-        from cluster.view import show
+        from cluster.show.host_tables import hosts_table
+        from cluster.show.view import show
 
         show(hosts_table(seen))
         tell_unreachable(unreachable)
@@ -141,7 +141,7 @@ def topology_command(
     as_json_: AsJson = False,
 ) -> None:
     """Which cables join the Macs, how fast, and whether RDMA works over each. Exit code 1 if a Mac is away."""
-    from cluster import topology
+    from cluster.cabling import topology
 
     seen, unreachable = look(hosts, hostfile, recorded, config)
     found = topology.topology(chosen(seen, only))
@@ -150,8 +150,8 @@ def topology_command(
     elif as_json_:
         typer.echo(as_json(topology.as_plain(found) | {"unreachable": unreachable}))
     else:
-        from cluster.cabling_tables import topology_table
-        from cluster.view import show
+        from cluster.show.cabling_tables import topology_table
+        from cluster.show.view import show
 
         show(topology_table(found))
     tell_unreachable(unreachable)
@@ -173,7 +173,8 @@ def doctor_command(
 
     Changes nothing; neither does --fix.
     """
-    from cluster import doctor, repair, topology
+    from cluster.cabling import topology
+    from cluster.doctor.doctor import doctor, repair
 
     seen, unreachable = look(hosts, hostfile, recorded, config)
     seen = chosen(seen, only)
@@ -182,12 +183,12 @@ def doctor_command(
     if as_json_:
         typer.echo(as_json({"findings": findings} | ({"repairs": repairs} if fix else {})))
     elif fix:
-        from cluster.cabling_tables import repairs_text
+        from cluster.show.cabling_tables import repairs_text
 
         typer.echo(repairs_text(repairs), nl=False)
     else:
-        from cluster.cabling_tables import findings_view
-        from cluster.view import show
+        from cluster.show.cabling_tables import findings_view
+        from cluster.show.view import show
 
         show(findings_view(findings))
     raise typer.Exit(any(finding.blocks for finding in findings))
@@ -207,10 +208,10 @@ def hostfile_command(
     as_json_: AsJson = False,
 ) -> None:
     """Write a hostfile for mlx.launch and `cluster up --hostfile` from the cables that are plugged."""
-    from cluster import backend as backends
-    from cluster import doctor
-    from cluster import hostfile as hostfiles
-    from cluster.topology import topology
+    from cluster.cabling import backend as backends
+    from cluster.cabling import hostfile as hostfiles
+    from cluster.cabling.topology import topology
+    from cluster.doctor.doctor import doctor
 
     if backend is not None and backend not in ("jaccl", "jaccl-ring", "ring"):
         raise BadSetting(f'--backend {backend}: it is "jaccl", "jaccl-ring" or "ring".')
@@ -246,7 +247,7 @@ def check_command(
     as_json_: AsJson = False,
 ) -> None:
     """Whether a hostfile is right, all faults at once. Exit code 1 if not."""
-    from cluster import hostfile as hostfiles
+    from cluster.cabling import hostfile as hostfiles
     from cluster.errors import HostfileInvalid
 
     faults: list[str] = []
@@ -272,8 +273,8 @@ def check_command(
 
 def _against_facts(read: Hostfile, recorded: Path | None) -> list[str]:
     """What a hostfile says that is not so: of its hosts as they are now, or as recorded."""
-    from cluster.backend import compare
-    from cluster.topology import topology
+    from cluster.cabling.backend import compare
+    from cluster.cabling.topology import topology
 
     names = ",".join(dict.fromkeys(entry.ssh for entry in read.hosts))
     seen, unreachable = look(None if recorded else names, None, recorded)

@@ -11,7 +11,7 @@ import typer
 
 from cluster.cli_macs import AsJson, Config, HostfileFlag, Hosts, Recorded, as_json, look, tell_unreachable
 from cluster.errors import BadSetting, NoPlan
-from cluster.placement import Option
+from cluster.plan.placement import Option
 
 
 def plan_command(
@@ -33,8 +33,9 @@ def plan_command(
     as_json_: AsJson = False,
 ) -> None:
     """Where each layer would live and why; what is missing where it does not fit."""
-    from cluster import model_info, planner, weights
-    from cluster.topology import topology
+    from cluster.cabling.topology import topology
+    from cluster.plan import model_info, planner
+    from cluster.ship import weights
 
     for flag, value in (("--context", context), ("--slots", slots)):
         if value is not None and value < 1:
@@ -63,7 +64,7 @@ def plan_command(
     if as_json_:
         typer.echo(as_json(planner.as_values(found)))
     else:
-        from cluster.plan_tables import show_plan
+        from cluster.show.plan_tables import show_plan
 
         show_plan(model, found)
 

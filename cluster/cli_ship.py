@@ -18,9 +18,9 @@ import typer
 
 from cluster.cli_macs import Config, HostfileFlag, Hosts, configured_hosts, look, tell_unreachable
 from cluster.errors import BadSetting
-from cluster.hosts import Host
+from cluster.macs.hosts import Host
 from cluster.paths import Folders
-from cluster.stage_files import Layers
+from cluster.ship.stage_files import Layers
 
 
 def install_command(
@@ -33,8 +33,9 @@ def install_command(
 
     Says first what each host needs. Hosts need ssh and the same Python as here, no package index, and no root.
     """
-    from cluster import discover, install
-    from cluster.ship_view import ShipView
+    from cluster.macs import discover
+    from cluster.ship import install
+    from cluster.show.ship_view import ShipView
 
     chosen = list(dict.fromkeys(names or [])) or configured_hosts(hosts, hostfile, config) or discover.host_names()
     with ShipView() as view, _stopping() as stop:
@@ -57,9 +58,9 @@ def pull_command(
     verify: Annotated[bool, typer.Option("--verify", help="Read all that is there again and compare it.")] = False,
 ) -> None:
     """Bring a model to every host: fetched once, copied from host to host, only what each one's layers need."""
-    from cluster import pull, weights
-    from cluster.ship_view import ShipView
-    from cluster.topology import topology
+    from cluster.cabling.topology import topology
+    from cluster.ship import pull, weights
+    from cluster.show.ship_view import ShipView
 
     folders = dict(_pair(text) for text in models or [])
     seen, unreachable = look(hosts, hostfile, None, config)
@@ -92,9 +93,9 @@ def pull_command(
 
 def _needs(folder: Path, seen: Sequence[Host], parallel: str, split: str | None) -> dict[str, Layers]:
     """The layers that the plan gives to each host; hosts without a rank get nothing."""
-    from cluster import model_info, planner
+    from cluster.cabling.topology import topology
     from cluster.cli_plan import numbers
-    from cluster.topology import topology
+    from cluster.plan import model_info, planner
 
     info = model_info.read(folder)
     wishes = planner.wishes_for(info, parallel=parallel, split=numbers(split))

@@ -23,11 +23,11 @@ import psutil
 
 from cluster.config import ClusterConfig
 from cluster.errors import AddressUnusable, AlreadyRunning, ClusterError, FolderUnusable, PortTaken
-from cluster.launch import RANK_COMMAND, end_process, quiet_libraries
 from cluster.logs import LogFile
 from cluster.paths import Folders
 from cluster.state import Claim, ClusterState, ProcessRecord, key_digest, read_state, same_settings, take_or_find
-from cluster.supervise import Supervisor
+from cluster.supervision.launch import RANK_COMMAND, end_process, quiet_libraries
+from cluster.supervision.supervise import Supervisor
 
 logger = logging.getLogger("cluster.coordinator")
 BACKLOG = 2048
@@ -211,10 +211,10 @@ async def _serve(
 ) -> int:
     import uvicorn
 
-    from cluster.api import Settings, create_app
-    from cluster.chat import ChatModel
-    from cluster.http_protocol import HttpProtocol
-    from cluster.weights import resolve
+    from cluster.serve.api import Settings, create_app
+    from cluster.serve.chat import ChatModel
+    from cluster.serve.http_protocol import HttpProtocol
+    from cluster.ship.weights import resolve
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager

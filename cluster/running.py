@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from cluster.errors import BadSetting, ClusterError, HostUnreachable, NothingRuns, ServerUnanswering, StartFailed
-from cluster.launch import end_process
 from cluster.logs import follow, last_lines
 from cluster.paths import Folders
-from cluster.sites import Sites, raise_if_stuck
 from cluster.state import ClusterState, read_state
+from cluster.supervision.launch import end_process
+from cluster.supervision.sites import Sites, raise_if_stuck
 from parallel import wire
 
 STOP_S = 15  # the coordinator stops its rank within 4 s and its streams within 3 s

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes, load_config
 from mlx_lm.utils import load_model as load_lazily
 
-from parallel import pipeline, tensor
+from parallel import blueprint, pipeline, tensor
 
 Progress = Callable[[int, int], None]
 
@@ -127,12 +127,7 @@ def _in_mlx_format(folder: Path) -> bool:
 
 def context_of(folder: Path) -> int:
     """The longest context that the model was made for, from its config.json; 0 when it does not say."""
-    config = json.loads((folder / "config.json").read_text())
-    for part in (config, config.get("text_config") or {}):
-        for key in ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions", "model_max_length"):
-            if isinstance(part.get(key), int):
-                return int(part[key])
-    return 0
+    return blueprint.context_of(json.loads((folder / "config.json").read_text()))
 
 
 def wire_memory(setting: str) -> None:

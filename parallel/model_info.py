@@ -1,8 +1,8 @@
 """`python -m parallel.model_info FOLDER_OR_CONFIG`: what a planner must know of a model, as JSON on stdout.
 
 Sizes come from the headers of the weights where those are in the folder, else from config.json alone; nothing is
-evaluated. A child process of the coordinator (`cluster/model_info.py`), which never holds mlx. Exit code 3 and one line
-on stderr when mlx-lm cannot build the model.
+evaluated. The coordinator, which never holds mlx, runs it as a child process
+(`cluster/plan/model_info.py`). Exit code 3 and one line on stderr when mlx-lm cannot build the model.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from fake_engine import READY, FakeEngine
 from fastapi import FastAPI
 from tiny_tokenizer import build_tokenizer_folder
 
-from cluster.api import Settings, create_app
-from cluster.chat import ChatModel
-from cluster.http_protocol import HttpProtocol
+from cluster.serve.api import Settings, create_app
+from cluster.serve.chat import ChatModel
+from cluster.serve.http_protocol import HttpProtocol
 from parallel import wire
 
 __all__ = ["app", "app_settings", "base_url", "chat", "client", "engine", "http", "service", "tokenizer_folder"]

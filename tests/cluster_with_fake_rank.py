@@ -11,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cluster import cli, launch, weights
+from cluster import cli
+from cluster.ship import weights
+from cluster.supervision import launch
 
 
 def endless_download(*_: object, **__: object) -> Any:

@@ -36,6 +36,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The demo model's folder, fetched and converted on first use and kept in the user's cache."""
-    from cluster.demo import demo_model
+    from cluster.ship.demo import demo_model
 
     return demo_model(cache=USERS.cache)

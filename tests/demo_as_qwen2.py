@@ -22,13 +22,17 @@ def main(demo: Path, to: Path) -> None:
     layers = config["num_hidden_layers"]
     weights = {name: array for file in demo.glob("*.safetensors") for name, array in mx.load(str(file)).items()}
     for layer in range(layers):
-        for projection, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads"), ("v", "num_key_value_heads")):
+        for projection, heads in (
+            ("q", "num_attention_heads"),
+            ("k", "num_key_value_heads"),
+            ("v", "num_key_value_heads"),
+        ):
             bias = mx.zeros((config[heads] * width,), mx.float32)
             weights[f"model.layers.{layer}.self_attn.{projection}_proj.bias"] = bias
-    halves = {"first.safetensors": {}, "second.safetensors": {}}
+    halves = {"model-00001-of-00002.safetensors": {}, "model-00002-of-00002.safetensors": {}}
     for name, array in weights.items():
         late = name.startswith("model.layers.") and int(name.split(".")[2]) >= layers // 2
-        halves["second.safetensors" if late else "first.safetensors"][name] = array
+        halves["model-00002-of-00002.safetensors" if late else "model-00001-of-00002.safetensors"][name] = array
     for file, part in halves.items():
         mx.save_safetensors(str(to / file), part, metadata={"format": "mlx"})
     where = {name: file for file, part in halves.items() for name in part}

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import cast
 
-from cluster.engine_client import EngineClient, Generation
 from cluster.errors import ClusterError, EngineLost
+from cluster.serve.engine_client import EngineClient, Generation
 from parallel import wire
 
 READY = wire.Ready(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cluster.hosts import Address, Host, Peer, Port, Power, RdmaDevice, Versions
+from cluster.macs.hosts import Address, Host, Peer, Port, Power, RdmaDevice, Versions
 
 CHIPS = {
     "mini": ("Apple M4 Pro", "Mac16,11", "Mac mini", 3, 64),

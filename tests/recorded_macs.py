@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cluster.hosts import Host
-from cluster.probe import probe_recorded
+from cluster.macs.hosts import Host
+from cluster.macs.probe import probe_recorded
 
 MACS = Path(__file__).parent / "macs"
 CLUSTERS = ("broken", "mesh2", "mesh4-double", "mixed", "ring5", "single", "vm1")

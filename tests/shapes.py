@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from cluster import model_info
+from cluster.plan import model_info
 from parallel import wire
 
 SHAPES = Path(__file__).parent / "models/shapes"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from made_macs import Desk, pair
 
-from cluster.addresses import free_subnets, lan_addresses, meeting_point
-from cluster.hosts import Address
+from cluster.cabling.addresses import free_subnets, lan_addresses, meeting_point
+from cluster.macs.hosts import Address
 
 
 def test_vpn_loopback_thunderbolt_and_link_local_are_not_the_lan() -> None:

@@ -7,8 +7,8 @@ from api_server import *  # noqa: F403
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.answer import Answer, Delta, ToolUse
-from cluster.text import Needles
+from cluster.serve.answer import Answer, Delta, ToolUse
+from cluster.serve.text import Needles
 from parallel import wire
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}

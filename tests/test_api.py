@@ -15,9 +15,9 @@ import pytest
 from api_server import *  # noqa: F403
 from fake_engine import READY, FakeEngine
 
-from cluster.api import Settings
-from cluster.chat import ChatModel
 from cluster.errors import BadRequest, StepFailed
+from cluster.serve.api import Settings
+from cluster.serve.chat import ChatModel
 
 CHAT = "/v1/chat/completions"
 ASK = [{"role": "user", "content": "Hello"}]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from test_planner import model
 
-from cluster import hostfile
-from cluster.arrange import Arrangement, arrange, local_hostfile
+from cluster.cabling import hostfile
+from cluster.cabling.hostfile import HostEntry, Hostfile
 from cluster.config import ClusterConfig
 from cluster.errors import BadSetting, SplitRefused
-from cluster.hostfile import HostEntry, Hostfile
+from cluster.supervision.arrange import Arrangement, arrange, local_hostfile
 
 GB = 1 << 30
 HOSTFILES = Path(__file__).parent.parent / "hostfiles"

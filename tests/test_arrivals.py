@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from cluster import arrivals
-from cluster.arrivals import Sums, look, receive
+from cluster.ship import arrivals
+from cluster.ship.arrivals import Sums, look, receive
 
 DATA = bytes(range(256)) * 10_000
 NAME = "model-00001-of-00002.safetensors"
@@ -178,7 +178,7 @@ def test_sums_of_files_that_are_gone_are_forgotten(tmp_path: Path):
 
 @pytest.mark.parametrize("version", ["3.9", "3.10", "3.12", "3.13"])
 def test_other_pythons_run_it_as_it_is_sent(home: Path, version: str):
-    from cluster.streams import script
+    from cluster.ship.streams import script
 
     python = shutil.which(f"python{version}")
     if python is None or subprocess.run([python, "-c", ""], capture_output=True).returncode:

@@ -13,11 +13,11 @@ from made_macs import Desk, mesh, pair, readdressed, ring
 from mlx_launch import accepted_by_mlx
 from recorded_macs import CLUSTERS, recorded, renamed, truth
 
-from cluster.backend import Joined, best_backend, compare, join
+from cluster.cabling.backend import Joined, best_backend, compare, join
+from cluster.cabling.hostfile import check, write
+from cluster.cabling.topology import topology
 from cluster.errors import NoHostfile
-from cluster.hostfile import check, write
-from cluster.hosts import Address
-from cluster.topology import topology
+from cluster.macs.hosts import Address
 
 JOINABLE = [cluster for cluster in CLUSTERS if truth(cluster).get("expect", {}).get("backend")]
 

@@ -10,11 +10,11 @@ import typer
 from sse_server import Request, answer_fully, serving
 from typer.testing import CliRunner
 
-from cluster import bench
-from cluster.bench import Kind, engine_text, load_servers, numbers, ratios, servers_text, table
+from cluster.benchmark import bench
+from cluster.benchmark.bench import Kind, engine_text, load_servers, numbers, ratios, servers_text, table
+from cluster.benchmark.load import Server
+from cluster.benchmark.scenarios import Load, Prompts, Run
 from cluster.errors import BadSetting, BenchFailed
-from cluster.load import Server
-from cluster.scenarios import Load, Prompts, Run
 
 app = typer.Typer()
 app.command()(bench.bench)

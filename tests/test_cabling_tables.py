@@ -10,9 +10,9 @@ import typer
 from recorded_macs import MACS
 from typer.testing import CliRunner, Result
 
+from cluster.cabling.hostfile import read
 from cluster.cli_macs import register
 from cluster.errors import BadSetting, HostfileInvalid, NoHostfile
-from cluster.hostfile import read
 
 app = typer.Typer()
 register(app)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
@@ -12,9 +13,9 @@ import pytest
 from api_server import *  # noqa: F403
 from tiny_tokenizer import TEMPLATE, build_tokenizer_folder
 
-from cluster.chat import SHORT_CHARACTERS, ChatModel, Defaults
 from cluster.errors import BadRequest, NotAModelFolder
-from cluster.messages import normal_messages, normal_tools
+from cluster.serve.chat import SHORT_CHARACTERS, ChatModel, Defaults
+from cluster.serve.messages import normal_messages, normal_tools
 
 USER = {"role": "user", "content": "Hello"}
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
@@ -37,7 +38,7 @@ def build(tmp_path):
 
 def test_importing_the_api_and_loading_a_model_never_imports_mlx(tokenizer_folder):
     program = (
-        "import sys, pathlib, cluster.api; from cluster.chat import ChatModel;"
+        "import sys, pathlib, cluster.serve.api; from cluster.serve.chat import ChatModel;"
         f"assert ChatModel.load(pathlib.Path({str(tokenizer_folder)!r})).tool_format.name == 'json_tools';"
         "found = [name for name in sys.modules if name.split('.')[0] in ('mlx', 'mlx_lm', 'torch')];"
         "sys.exit(str(found) if found else 0)"
@@ -121,7 +122,7 @@ async def test_a_developer_message_reaches_the_prompt_whatever_the_template_allo
 
 async def test_a_long_prompt_is_rendered_away_from_the_event_loop(chat, monkeypatch):
     threads = []
-    monkeypatch.setattr("cluster.chat.asyncio.to_thread", _recording(threads))
+    monkeypatch.setattr("cluster.serve.chat.asyncio.to_thread", _recording(threads))
     await chat.text_prompt("a" * SHORT_CHARACTERS)
     assert threads == []
     prompt = await chat.text_prompt("a" * (SHORT_CHARACTERS + 1))
@@ -141,7 +142,7 @@ async def test_streams_go_on_while_a_long_prompt_is_tokenised(chat):
 
 async def test_what_an_agent_wrote_into_its_calls_counts_as_long(chat, monkeypatch):
     threads = []
-    monkeypatch.setattr("cluster.chat.asyncio.to_thread", _recording(threads))
+    monkeypatch.setattr("cluster.serve.chat.asyncio.to_thread", _recording(threads))
     call = {"function": {"name": "write", "arguments": {"content": "a" * SHORT_CHARACTERS}}}
     await chat.chat_prompt(normal_messages([USER, {"role": "assistant", "tool_calls": [call]}]), None, {})
     assert len(threads) == 1
@@ -193,3 +194,11 @@ def _recording(calls: list):
         return await to_thread(work, *args)
 
     return record
+
+
+def test_a_config_that_transformers_rejects_is_a_named_error(tmp_path):
+    folder = build_tokenizer_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "llama", "hidden_size": "wide"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(NotAModelFolder, match=r"its tokenizer does not load"):
+        ChatModel.load(folder)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.chips import alike, bandwidth, default_share, knows, limit_bytes
-from cluster.hosts import Host
+from cluster.macs.hosts import Host
+from cluster.plan.chips import alike, bandwidth, default_share, knows, limit_bytes
 from cluster.vm.facts import VirtualMachine
 
 GB = 1 << 30

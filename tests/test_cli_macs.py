@@ -10,9 +10,10 @@ import typer
 from netns.machines import Network
 from typer.testing import CliRunner, Result
 
-from cluster import cli_macs, discover, probe
-from cluster.discover import Found
+from cluster import cli_macs
 from cluster.errors import BadSetting, ClusterError, ConfigUnreadable, NoHosts, RecordingUnreadable
+from cluster.macs import discover, probe
+from cluster.macs.discover import Found
 
 MACS = Path(__file__).parent / "macs"
 

@@ -15,9 +15,9 @@ from recorded_macs import MACS
 from shapes import KIMI, MISTRAL, NAMES, SHAPES
 from typer.testing import CliRunner
 
-from cluster import weights
 from cluster.cli import app
 from cluster.errors import BadSetting, ClusterError, NoPlan, NoSuchModel, NotAModelFolder, NotMlxFormat
+from cluster.ship import weights
 
 
 def run(*arguments: str) -> tuple[str, ClusterError | None]:

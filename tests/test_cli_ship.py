@@ -10,9 +10,12 @@ import typer
 from made_macs import ring
 from typer.testing import CliRunner, Result
 
-from cluster import cli_ship, discover, install, model_info, planner, probe, pull
+from cluster import cli_ship
 from cluster.errors import BadSetting, ClusterError
-from cluster.same import Facts
+from cluster.macs import discover, probe
+from cluster.plan import model_info, planner
+from cluster.ship import install, pull
+from cluster.ship.same import Facts
 
 
 def run(*arguments: str) -> Result:

@@ -21,9 +21,9 @@ import pytest
 from cluster.config import ClusterConfig
 from cluster.coordinator import Launch, bind, is_loopback, reap_leftovers, url_of
 from cluster.errors import AddressUnusable, PortTaken
-from cluster.launch import free_port
 from cluster.paths import Folders
 from cluster.state import Claim, ClusterState, ProcessRecord, RankRecord, read_state
+from cluster.supervision.launch import free_port
 
 COMMAND = (sys.executable, str(Path(__file__).with_name("cluster_with_fake_rank.py")))
 KEY = "s3cret-key"

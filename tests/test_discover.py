@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from netns.machines import Machine, Network
 
-from cluster import discover
-from cluster.discover import Found, browse, host_names, merge
 from cluster.errors import NoHosts
+from cluster.macs import discover
+from cluster.macs.discover import Found, browse, host_names, merge
 
 MACS = Path(__file__).parent / "macs"
 LISTEN_S = 1.5

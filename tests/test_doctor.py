@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from made_macs import Desk, bridged, bridged_ring, mesh, pair, readdressed, ring
 from recorded_macs import CLUSTERS, MACS, recorded, renamed, truth, unchanged
 
-from cluster.doctor import ORDER, examine
-from cluster.hosts import Address, Host, Power, Unreachable, Unread, Versions
-from cluster.probe import commands, probe
-from cluster.ssh import RecordedShell
+from cluster.doctor.doctor import ORDER, examine
+from cluster.macs.hosts import Address, Host, Power, Unreachable, Unread, Versions
+from cluster.macs.probe import commands, probe
+from cluster.macs.ssh import RecordedShell
 from cluster.vm.facts import virtual_machine
 
 EXTRA = {"vm1": ["virtual:guest"]}  # its cluster.json names no findings

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_launch import accepted_by_mlx
 
+from cluster.cabling.hostfile import HostEntry, Hostfile, check, dump, notes, parse, read, write
 from cluster.errors import HostfileInvalid, HostfileUnreadable, HostfileUnwritable
-from cluster.hostfile import HostEntry, Hostfile, check, dump, notes, parse, read, write
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "hostfiles").glob("*.json"))
 

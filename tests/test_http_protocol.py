@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 from api_server import *  # noqa: F403
 
-from cluster.http_protocol import MAX_HEAD_BYTES
+from cluster.serve.http_protocol import MAX_HEAD_BYTES
 
 
 async def exchange(url: str, content: bytes) -> tuple[str, dict[str, str], bytes]:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster import environment
-from cluster.install import SURVEY, _survey, facts_here, install, python_of, versions
-from cluster.same import Facts
-from cluster.ssh import LocalShell, Result
+from cluster.macs.ssh import LocalShell, Result
+from cluster.ship import environment
+from cluster.ship.install import SURVEY, _survey, facts_here, install, python_of, versions
+from cluster.ship.same import Facts
 
 MARKERS = {"python_version": "3.13"}
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import FolderUnusable
-from cluster.launch import RankProcess, end_process, free_port, rank_environment, start_detached
 from cluster.state import ProcessRecord
+from cluster.supervision.launch import RankProcess, end_process, free_port, rank_environment, start_detached
 from parallel.wire import RankPlan
 
 PLAN = RankPlan("/models/m", "127.0.0.1", 1, "/secret")

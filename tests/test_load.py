@@ -7,7 +7,7 @@ import socket
 import pytest
 from sse_server import Request, answer_fully, serving
 
-from cluster.load import Answer, Ask, Server, complete, start
+from cluster.benchmark.load import Answer, Ask, Server, complete, start
 
 ASK = Ask("Tell me a story.", max_tokens=3, temperature=0.7)
 LIMIT_S = 20.0

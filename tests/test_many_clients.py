@@ -21,8 +21,8 @@ import pytest
 from api_server import *  # noqa: F403
 from fake_engine import READY
 
-from cluster.api import Settings
-from cluster.launch import free_port
+from cluster.serve.api import Settings
+from cluster.supervision.launch import free_port
 
 CLIENTS = 256
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.markers import Markers, Splitter, find_markers
-from cluster.tools import load_format
+from cluster.serve.markers import Markers, Splitter, find_markers
+from cluster.serve.tools import load_format
 
 THINK = Markers("<think>", "</think>")
 TOOLS = load_format("json_tools")

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from cluster.errors import BadRequest
-from cluster.messages import merge_leading_system, normal_messages, normal_tools, system_into_user, system_to_front
+from cluster.serve.messages import (
+    merge_leading_system,
+    normal_messages,
+    normal_tools,
+    system_into_user,
+    system_to_front,
+)
 
 
 def test_null_and_absent_content_are_empty_text_and_the_turn_is_kept():

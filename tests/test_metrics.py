@@ -8,7 +8,7 @@ from api_server import *  # noqa: F403
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.errors import StepFailed
-from cluster.metrics import Metrics
+from cluster.serve.metrics import Metrics
 from parallel import wire
 
 CHAT = "/v1/chat/completions"

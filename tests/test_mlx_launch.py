@@ -17,11 +17,11 @@ import pytest
 from test_arrange import arranged
 from test_planner import model
 
-from cluster import mlx_launch
-from cluster.arrange import Arrangement
 from cluster.errors import PortTaken
-from cluster.mlx_launch import LAUNCHER, LaunchedRanks, free_ports, launch_argv, synch_variables
 from cluster.paths import Folders
+from cluster.supervision import mlx_launch
+from cluster.supervision.arrange import Arrangement
+from cluster.supervision.mlx_launch import LAUNCHER, LaunchedRanks, free_ports, launch_argv, synch_variables
 from parallel import wire
 
 PLAN = wire.RankPlan("/models/m", "127.0.0.1", 5, "/state/secret", ranks=[wire.RankSpec("this machine")] * 2)

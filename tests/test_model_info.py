@@ -12,8 +12,8 @@ from architectures import NAMES, build, config_of
 from mlx.utils import tree_flatten
 from shapes import DEEPSEEK, KIMI, MISTRAL, MUSE, SHAPES, shape
 
-from cluster import model_info
 from cluster.errors import ModelNotUnderstood, SplitRefused
+from cluster.plan import model_info
 from parallel.blueprint import bytes_of, quantisation_of
 from parallel.engine import kv
 from parallel.model_info import describe, main, read_config

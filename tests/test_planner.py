@@ -9,11 +9,11 @@ import pytest
 from recorded_macs import recorded, renamed
 from shapes import DEEPSEEK, KIMI, MISTRAL, MUSE, NAMES, shape
 
+from cluster.cabling.topology import Topology, topology
 from cluster.errors import BadSetting, NoPlan
-from cluster.hosts import Host
-from cluster.placement import Wishes
-from cluster.planner import Plan, as_values, plan, wishes_for
-from cluster.topology import Topology, topology
+from cluster.macs.hosts import Host
+from cluster.plan.placement import Wishes
+from cluster.plan.planner import Plan, as_values, plan, wishes_for
 from cluster.vm.facts import VirtualMachine
 from parallel.wire import LayerInfo, ModelInfo, TensorSize
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from netns.machines import Network
 
-from cluster import mac_outputs, probe
 from cluster.errors import FolderUnusable, HostUnreachable, RecordingUnreadable
-from cluster.hosts import Host, Peer, Port, Unread
-from cluster.probe import probe_hosts, probe_recorded
-from cluster.recording import Disguise, RecordingShell, write_recording
-from cluster.ssh import LocalShell, RecordedShell, Result
+from cluster.macs import mac_outputs, probe
+from cluster.macs.hosts import Host, Peer, Port, Unread
+from cluster.macs.probe import probe_hosts, probe_recorded
+from cluster.macs.recording import Disguise, RecordingShell, write_recording
+from cluster.macs.ssh import LocalShell, RecordedShell, Result
 
 MACS = Path(__file__).parent / "macs"
 CLUSTERS = sorted(path.parent.name for path in MACS.glob("*/cluster.json"))

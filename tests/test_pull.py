@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from made_macs import mesh, pair, readdressed
 
-from cluster import pull
+from cluster.cabling.topology import topology
 from cluster.errors import CopyFailed, DamagedShard
-from cluster.pull import ensure, read_model, routes
-from cluster.topology import topology
+from cluster.ship import pull
+from cluster.ship.pull import ensure, read_model, routes
 
 
 def test_a_model_is_its_files_with_their_sums_and_one_sum_for_all(tiny_model: Path, tmp_path: Path):

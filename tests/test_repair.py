@@ -7,10 +7,10 @@ import re
 from made_macs import Desk, bridged, bridged_ring, pair, readdressed
 from recorded_macs import recorded
 
-from cluster.doctor import examine
-from cluster.hosts import Power
-from cluster.repair import Repair, repairs
-from cluster.topology import topology
+from cluster.cabling.topology import topology
+from cluster.doctor.doctor import examine
+from cluster.doctor.repair import Repair, repairs
+from cluster.macs.hosts import Power
 
 
 def repairs_of(desk: Desk) -> list[Repair]:

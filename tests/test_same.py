@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import VersionsDiffer
-from cluster.same import NAMES, Facts, check, differences
+from cluster.ship.same import NAMES, Facts, check, differences
 
 A = Facts("a", "25C56", "3.13.5", "0.32.4", "0.32.2", "0123", "89ab")
 

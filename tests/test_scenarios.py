@@ -6,8 +6,8 @@ import itertools
 import pytest
 from sse_server import Request, SseServer, answer_fully, serving, usage_of
 
-from cluster.load import Answer, Server
-from cluster.scenarios import (
+from cluster.benchmark.load import Answer, Server
+from cluster.benchmark.scenarios import (
     STREAM_TOKENS,
     Load,
     Prompts,

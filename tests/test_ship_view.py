@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from cluster.ship_view import ShipView
+from cluster.show.ship_view import ShipView
 
 
 def shown(*steps: tuple[str, str, int, int] | str, terminal: bool = False) -> str:

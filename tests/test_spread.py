@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from cluster.spread import AT_ONCE, HERE, Copy, Spread
+from cluster.ship.spread import AT_ONCE, HERE, Copy, Spread
 
 FILES = ["1", "2", "3", "4"]
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from netns.machines import Network
 
-from cluster import ssh
 from cluster.errors import (
     ClusterError,
     CommandTimedOut,
@@ -23,8 +22,9 @@ from cluster.errors import (
     LoginRefused,
     SshUnusable,
 )
-from cluster.ssh import LocalShell, RecordedShell, Result, batch_login, on_all, open_shell
-from cluster.ssh_login import settings_of
+from cluster.macs import ssh
+from cluster.macs.ssh import LocalShell, RecordedShell, Result, batch_login, on_all, open_shell
+from cluster.macs.ssh_login import settings_of
 
 CONNECT_S = 2.0
 

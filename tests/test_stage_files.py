@@ -7,7 +7,7 @@ import pytest
 from sharded_model import LAYERS, build_sharded_model, shard
 
 from cluster.errors import DamagedShard
-from cluster.stage_files import is_weights, model_files, needed
+from cluster.ship.stage_files import is_weights, model_files, needed
 from parallel.loading import load_stage
 
 TEXT = ["config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json"]

@@ -5,7 +5,7 @@ from itertools import combinations, permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.stages import SLOWER, Layer, Place, least_over, split
+from cluster.plan.stages import SLOWER, Layer, Place, least_over, split
 
 LAYERS = st.lists(
     st.builds(Layer, fixed=st.integers(1, 40), kv=st.integers(0, 10), read=st.integers(1, 30)), min_size=2, max_size=7

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from cluster.errors import CopyFailed, HostUnreachable
-from cluster.streams import answer, script, there
+from cluster.ship.streams import answer, script, there
 
 TICKS = "import itertools, json, time\nfor n in itertools.count():\n  print(json.dumps({'at': n}), flush=True)\n"
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from cluster.config import ClusterConfig
 from cluster.errors import ClusterError, EngineLost, RankFailed
 from cluster.paths import Folders
 from cluster.state import Claim
-from cluster.supervise import Limits, RelaunchBudget, Supervisor
+from cluster.supervision.supervise import Supervisor
+from cluster.supervision.watch import Limits, RelaunchBudget
 
 FAKE_RANK = str(Path(__file__).with_name("fake_rank.py"))
 QUICK = Limits(join_s=20, beat_s=1, stop_s=1)
@@ -46,7 +48,7 @@ class Life:
         claim.new_secret()
         self.phases: list[str] = []
         self._ended = False
-        options = {"resolve": resolve, "load_chat": lambda folder: object()} | options
+        options = {"resolve": resolve, "load_chat": lambda folder: SimpleNamespace(takes=["chat"])} | options
         self.supervisor = Supervisor(
             ClusterConfig(),
             self.folders,

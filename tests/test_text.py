@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from cluster.chat import ChatModel
-from cluster.text import Needles, SlowDecoder, StopScanner, StreamDecoder, Vocabulary
+from cluster.serve.chat import ChatModel
+from cluster.serve.text import Needles, SlowDecoder, StopScanner, StreamDecoder, Vocabulary
 
 
 def ids_of(chat: ChatModel, text: str) -> list[int]:
@@ -35,7 +35,7 @@ def test_a_character_in_byte_tokens_comes_once_and_whole(chat):
 
 @given(st.text(max_size=60))
 def test_any_text_decodes_token_by_token_to_itself(text):
-    from cluster.text import BytesDecoder
+    from cluster.serve.text import BytesDecoder
 
     vocabulary = VOCABULARY
     decoder = vocabulary.decoder(vocabulary.special)

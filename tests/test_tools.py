@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cluster.tools import calls_in, find_format, load_format, mlx_lm_module
+from cluster.serve.tools import calls_in, find_format, load_format, mlx_lm_module
 
 
 def tool(name: str, **properties: str) -> dict:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from made_macs import Desk, mesh, pair, ring
 from recorded_macs import CLUSTERS, MACS, recorded, renamed, truth
 
-from cluster.hosts import Host
-from cluster.probe import commands, probe
-from cluster.ssh import RecordedShell
-from cluster.topology import as_plain, cliques, components, cycle, dot, topology
+from cluster.cabling.topology import as_plain, cliques, components, cycle, dot, topology
+from cluster.macs.hosts import Host
+from cluster.macs.probe import commands, probe
+from cluster.macs.ssh import RecordedShell
 
 Cables = set[tuple[frozenset[tuple[str, int, str]], int, bool]]
 

@@ -11,15 +11,15 @@ from typing import Any
 from rich.console import Console
 
 from cluster.config import ClusterConfig
+from cluster.show.view import StartView, amount, curl, ready_text, status_table
 from cluster.state import ClusterState, ProcessRecord
-from cluster.view import StartView, amount, curl, ready_text, status_table
 
 URL = "http://127.0.0.1:8080"
 
 
 def health(status: str, done: int = 0, total: int = 0, **more: Any) -> dict[str, Any]:
     progress = {"what": status, "done": done, "total": total, "unit": "bytes"} if total else None
-    return {"status": status, "model": "tiny", "progress": progress, "reason": ""} | more
+    return {"status": status, "model": "tiny", "progress": progress, "reason": "", "takes": ["chat"]} | more
 
 
 def shown(*healths: dict[str, Any], terminal: bool = False) -> str:
@@ -36,6 +36,12 @@ def test_plain_output_names_each_phase_once_and_ends_with_the_ready_block():
     assert text.split()[:2] == ["launching", "loading"]
     assert text.count("loading") == 1
     assert text.endswith(ready_text(URL, "tiny", None) + "\n")
+
+
+def test_a_model_without_a_chat_template_is_tried_by_a_plain_continuation():
+    text = shown(health("ready", takes=[]))
+    assert f"{URL}/v1/completions" in text
+    assert "cluster chat" not in text
 
 
 def test_plain_output_tells_progress_in_quarters():

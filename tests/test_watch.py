@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.watch import Limits, Watch
+from cluster.supervision.watch import Limits, Watch
 from parallel import wire
 
 
@@ -43,3 +43,11 @@ def test_when_nobody_is_heard_it_is_rank_0_through_which_all_are_heard():
     beat(watch, 0)
     clock.now = 8.1
     assert watch.trouble() == "rank 0 on a: it gave no sign of life for 8 s"
+
+
+def test_while_rank_0_checks_the_cluster_is_checking():
+    watch = Watch(["a", "b"], Limits(), 10.0, Clock())
+    for rank in (0, 1):
+        watch.heard(rank, wire.Progress(rank, "warming"))
+    watch.heard(0, wire.Progress(0, "checking"))
+    assert watch.progress()[0] == "checking"

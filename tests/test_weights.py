@@ -13,8 +13,7 @@ import pytest
 from hub_stand_in import Hub
 from huggingface_hub import constants
 
-import cluster.downloads
-from cluster import demo, weights
+import cluster.ship.downloads
 from cluster.errors import (
     ClusterError,
     DamagedShard,
@@ -28,7 +27,8 @@ from cluster.errors import (
     RepositoryGated,
     RepositoryNotFound,
 )
-from cluster.weights import resolve
+from cluster.ship import demo, weights
+from cluster.ship.weights import resolve
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 UNWANTED = {"pytorch_model.bin", "README.md"}
@@ -278,7 +278,7 @@ def test_a_repository_in_another_format_is_refused_before_the_first_byte(hub: Hu
 
 def test_a_full_disk_is_noticed_before_the_first_byte(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")._replace(free=1000)
-    monkeypatch.setattr(cluster.downloads.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(cluster.ship.downloads.shutil, "disk_usage", lambda path: usage)
     error = fails("anna/tiny", NotEnoughDisk)
     assert "anna/tiny" in error.message
     assert hub.bodies() == []
@@ -310,7 +310,7 @@ def test_what_is_no_possible_name_is_refused_without_a_traceback(hub: Hub, name:
 
 def test_the_environment_of_huggingface_hub_is_honoured(hub: Hub, tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from cluster.weights import resolve;"
+        "import sys, pathlib; from cluster.ship.weights import resolve;"
         "print(resolve('anna/tiny', cache=pathlib.Path('.'), progress=lambda *report: None).folder)"
     )
     kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}

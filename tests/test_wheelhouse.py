@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster import environment, wheelhouse
 from cluster.errors import WheelsUnavailable
-from cluster.wheelhouse import fetch, lock_text, own_wheel, requirements, unpacked_bytes
+from cluster.ship import environment, wheelhouse
+from cluster.ship.wheelhouse import fetch, lock_text, own_wheel, requirements, unpacked_bytes
 
 LOCK = f"""\
 # made by a test

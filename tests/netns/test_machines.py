@@ -14,7 +14,7 @@ import pytest
 from netns.machines import Network, unavailable
 
 from cluster.errors import HostUnreachable
-from cluster.ssh import open_shell
+from cluster.macs.ssh import open_shell
 
 OWNER = """
 import sys

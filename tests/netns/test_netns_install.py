@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from netns.machines import Machine, Network
 
-from cluster import wheelhouse
 from cluster.errors import CopyFailed, HostNotInstallable, HostUnreachable, InstallFailed, VersionsDiffer
-from cluster.install import facts_here, install, python_of, versions
-from cluster.same import Facts, check
-from cluster.ssh import open_shell
+from cluster.macs.ssh import open_shell
+from cluster.ship import wheelhouse
+from cluster.ship.install import facts_here, install, python_of, versions
+from cluster.ship.same import Facts, check
 
 pytestmark = pytest.mark.netns
 

@@ -13,7 +13,7 @@ from netns.machines import Machine, Network
 from sharded_model import LAYERS, build_sharded_model, shard
 
 from cluster.errors import CopyFailed, FolderOccupied, HostUnreachable, NotEnoughDisk
-from cluster.pull import Model, ensure, read_model
+from cluster.ship.pull import Model, ensure, read_model
 
 pytestmark = pytest.mark.netns
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from cluster import cli, launch
+from cluster import cli
+from cluster.supervision import launch
 
 if __name__ == "__main__":
     split = sys.argv.index("--")

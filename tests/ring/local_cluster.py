@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 import psutil
 
-from cluster.launch import free_port
 from cluster.paths import Folders
 from cluster.state import ClusterState, read_state
+from cluster.supervision.launch import free_port
 
 HERE = Path(__file__).parent
 FAULTY = str(HERE / "faulty_rank.py")

@@ -18,8 +18,8 @@ import pytest
 from matrix import FURTHER, REQUIRED, blank, config_of
 from ring.local_cluster import until
 
-from cluster.launch import free_port, rank_environment
-from cluster.mlx_launch import FILL_BYTES, free_ports, launcher
+from cluster.supervision.launch import free_port, rank_environment
+from cluster.supervision.mlx_launch import FILL_BYTES, free_ports, launcher
 from parallel import tensor, wire
 from parallel.control import VERSION
 

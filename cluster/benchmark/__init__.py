@@ -1,0 +1,1 @@
+"""Speed: of any OpenAI-compatible server, of the engine, of several ranks."""

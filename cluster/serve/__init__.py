@@ -1,0 +1,1 @@
+"""HTTP and text: the OpenAI dialect, chat templates, one request from body to answer."""

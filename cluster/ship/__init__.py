@@ -1,0 +1,1 @@
+"""Models and environments: fetched once, brought to every host that needs them."""
