@@ -174,7 +174,7 @@ def doctor_command(
     Changes nothing; neither does --fix.
     """
     from cluster.cabling import topology
-    from cluster.doctor.doctor import doctor, repair
+    from cluster.doctor import doctor, repair
 
     seen, unreachable = look(hosts, hostfile, recorded, config)
     seen = chosen(seen, only)
@@ -211,7 +211,7 @@ def hostfile_command(
     from cluster.cabling import backend as backends
     from cluster.cabling import hostfile as hostfiles
     from cluster.cabling.topology import topology
-    from cluster.doctor.doctor import doctor
+    from cluster.doctor import doctor
 
     if backend is not None and backend not in ("jaccl", "jaccl-ring", "ring"):
         raise BadSetting(f'--backend {backend}: it is "jaccl", "jaccl-ring" or "ring".')

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.cabling.topology import topology
-from cluster.doctor.doctor import cables, machines
+from cluster.doctor import cables, machines
 from cluster.doctor.findings import Finding, Group
 from cluster.macs.hosts import Host, Unreachable
 

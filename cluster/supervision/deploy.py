@@ -22,7 +22,7 @@ from cluster.cabling.addresses import meeting_point
 from cluster.cabling.hostfile import HostEntry, Hostfile
 from cluster.cabling.topology import Topology, topology
 from cluster.config import ClusterConfig
-from cluster.doctor.doctor import doctor
+from cluster.doctor import doctor
 from cluster.errors import BadSetting, ClusterError, HostUnreachable, NoHostfile, NoHosts, NoPlan, NotFit
 from cluster.macs import discover, probe
 from cluster.macs.hosts import Host, Unreachable
