@@ -94,6 +94,9 @@ def follow(plan: wire.RankPlan, rank: int, digest: str) -> int:
 def _prepare(plan: wire.RankPlan, rank: int, star: Control | Follower) -> tuple[list[wire.Fact], Executor]:
     """What every rank does alike: join the group, load its part, measure it. Each phase is reported."""
     star.phase(wire.Progress(rank, "joining" if plan.size > 1 else "starting"))
+    if plan.backend == "nccl":  # mlx.launch gives every rank of a hostfile the first GPU of its host
+        before = [plan.of(other).host for other in range(rank)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(before.count(plan.of(rank).host))
     from parallel import group as groups
 
     group = None

@@ -28,6 +28,7 @@ from parallel.engine.sequence import CacheShape, Sequence, State, StepResult
 SMALL_CHUNK = 64  # up to here a chunk costs about one reading of the weights, whatever its length
 PREFILL_SHARE_S = 0.05  # prefill may always take this long per decode step, even when decode steps are shorter
 PREFILL_LONGEST_S = 0.5  # and never longer than this, however many wait
+CROWD = 3  # decode steps' time more for prefill per step, when as many wait as run
 IDLE_CHUNK_S = 1.0  # a chunk with nothing running: the longest that a newcomer or a cancellation waits for
 GROWTH_TOKENS = 256  # room that a sequence needs beyond its prompt to be admitted
 SHARED_TOKENS = 64  # a prefix this much longer than the cached one is worth waiting for
@@ -337,6 +338,8 @@ class Scheduler:
         count = min(sequence.to_prefill, affordable, self.limits.chunk_tokens)
         start = sequence.computed
         sequence.computed += count
+        if not running:  # those that came together start together
+            self._credit_s = PREFILL_LONGEST_S
         self._credit_s -= self.pace.chunk_s(count)
         step = self._emit(wire.Step(0, seq=sequence.id, tokens=sequence.tokens[start : start + count]), (sequence,))
         if not sequence.to_prefill:
@@ -456,8 +459,11 @@ class Scheduler:
         return step
 
     def _prefill_budget_s(self) -> float:
-        """How long prefill may take between two decode steps: as long as a step, more while more wait than run."""
-        crowd = max(1.0, (len(self._waiting) + len(self._prefilling)) / self._running)
+        """How long prefill may take between two decode steps: as long as a step, more the more wait per running row.
+
+        A row that joins sooner makes every later step fuller; one that waits makes the last steps emptier.
+        """
+        crowd = 1 + CROWD * (len(self._waiting) + len(self._prefilling)) / self._running
         share_s = max(self.pace.decode_s, PREFILL_SHARE_S)
         return max(share_s, min(crowd * share_s, PREFILL_LONGEST_S))
 
