@@ -338,20 +338,43 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
     position: int
 
 
+class Chunk(msgspec.Struct, array_like=True, frozen=True):
+    """Tokens of sequence `seq`'s prompt to prefill."""
+
+    seq: int
+    tokens: list[int]
+
+
 class Step(Message, frozen=True):
-    """One micro-batch: `orders`, then a decode of `bucket` ([B, 1]), or one prefill chunk of `seq`, or nothing."""
+    """One micro-batch: `orders`, then a decode of `bucket` ([B, 1]), or a prefill of `chunks`, or nothing.
+
+    All chunks of a step begin at token `start` of their sequences; shorter ones are padded on the right.
+    """
 
     id: int
     orders: list[Open | Keep | Enter | Exit | Fuse | Close | Forget] = []
     bucket: int = -1
     rows: list[Row] = []
-    seq: int = -1
-    tokens: list[int] = []
+    start: int = 0
+    chunks: list[Chunk] = []
 
     @property
     def kind(self) -> str:
         """ "decode", "prefill" or "orders" (nothing to compute)."""
-        return "decode" if self.rows else "prefill" if self.tokens else "orders"
+        return "decode" if self.rows else "prefill" if self.chunks else "orders"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and tokens of each that the model computes."""
+        if self.rows:
+            return len(self.rows), 1
+        return len(self.chunks), max((len(chunk.tokens) for chunk in self.chunks), default=0)
+
+    @property
+    def computed(self) -> int:
+        """Tokens that the model computes, padding included."""
+        rows, tokens = self.shape
+        return rows * tokens
 
 
 # ---------------------------------------------------------------- joining

@@ -65,11 +65,12 @@ def random_mix(rng: random.Random, vocabulary: int, longest: int, count: int, to
 
 
 def run_mix(engine: Engine, requests: list[wire.Submit], rng: random.Random) -> tuple[Said, set[int]]:
-    """Requests join at random steps, some are cancelled; returns what was said and which were cancelled."""
+    """Requests join at random steps, alone or several at once, some are cancelled; what was said, who was cancelled."""
     said, cancelled, coming = Said(), set(), list(requests)
     while coming or not engine.idle:
         if coming and (engine.idle or rng.random() < 0.35):
-            engine.add(coming.pop(0))
+            for _ in range(min(len(coming), rng.choice([1, 1, 1, 6]))):
+                engine.add(coming.pop(0))
         if rng.random() < 0.03:
             victim = rng.choice(requests).id
             cancelled.add(victim)

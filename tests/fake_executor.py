@@ -48,7 +48,8 @@ class FakeExecutor:
         self.steps.append(step)
         if step.id in self.fail_steps:
             self.buckets.pop(step.bucket, None)
-            self.solos.pop(step.seq, None)
+            for chunk in step.chunks:
+                self.solos.pop(chunk.seq, None)
             self._begun.append((step, StepResult(step.id, error="RuntimeError: told to fail")))
             return
         try:
@@ -66,8 +67,9 @@ class FakeExecutor:
     def _run(self, step: wire.Step) -> list[int]:
         for order in step.orders:
             self._order(order)
-        if step.tokens:
-            self.solos[step.seq] += step.tokens
+        for chunk in step.chunks:
+            assert len(self.solos[chunk.seq]) >= step.start
+            self.solos[chunk.seq] = self.solos[chunk.seq][: step.start] + chunk.tokens
         tokens = []
         if step.rows:
             bucket = self.buckets[step.bucket]

@@ -99,7 +99,7 @@ def test_steps_come_in_order_and_then_the_word_to_leave(star: Star) -> None:
     while joined != {1, 2}:  # in either order
         joined.add(star.told(wire.Joined, lambda message: message.rank > 0).rank)
     for id in range(1, 6):
-        star.control.send_step(wire.Step(id, tokens=[id]))
+        star.control.send_step(wire.Step(id, chunks=[wire.Chunk(1, [id])]))
     star.control.dismiss()
     for rank in ranks:
         assert [line(rank) for _ in range(6)] == [*(f"step {id}" for id in range(1, 6)), "told to leave"]

@@ -136,12 +136,67 @@ def test_requests_that_arrive_together_are_prefilled_before_they_join() -> None:
     assert all(bench.tokens[id, 0] == reference([id, 7, 7], 8, []) for id in range(1, 5))
 
 
+def chunks(bench: Bench) -> list[list[int]]:
+    """The lengths of the prompts of each prefill step."""
+    return [[len(chunk.tokens) for chunk in step.chunks] for step in bench.executor.steps if step.chunks]
+
+
+def test_short_prompts_are_prefilled_in_one_step() -> None:
+    bench = Bench()
+    prompts = {id: list(range(id, id + 12 + id)) for id in range(1, 5)}
+    for id, prompt in prompts.items():
+        bench.engine.add(submit(id, prompt))
+    bench.run()
+    assert chunks(bench) == [[12, 13, 14, 15]]
+    assert bench.tokens == {(id, 0): reference(prompt, 5, []) for id, prompt in prompts.items()}
+
+
+def test_prompts_that_would_be_mostly_padding_are_prefilled_apart() -> None:
+    bench = Bench()
+    bench.engine.add(submit(1, list(range(10))))
+    bench.engine.add(submit(2, list(range(100, 150))))
+    bench.run()
+    assert chunks(bench) == [[9], [49]]
+
+
+def test_prompts_with_about_the_same_cached_start_are_prefilled_together() -> None:
+    """The longer match is computed again from where the shorter one ends."""
+    bench = Bench()
+    system = list(range(48))
+    bench.engine.add(submit(1, [*system, 1, 2, 3, 4], max_tokens=1))
+    bench.run()
+    before = len(chunks(bench))
+    prompts = {2: [*system, 1, 2, *range(60, 80)], 3: [*system, *range(80, 102)]}
+    for id, prompt in prompts.items():
+        bench.engine.add(submit(id, prompt))
+    bench.run()
+    assert len(chunks(bench)) == before + 1
+    assert bench.executor.steps[-1].start <= min(bench.cached[2], bench.cached[3])
+    assert {id: bench.tokens[id, 0] for id in prompts} == {id: reference(p, 5, []) for id, p in prompts.items()}
+
+
+def test_in_a_pipeline_prompts_are_spread_over_the_stages() -> None:
+    bench = Bench(replace(LIMITS, stages=2), depth=4)
+    for id in range(1, 5):
+        bench.engine.add(submit(id, list(range(id, id + 12))))
+    bench.run()
+    assert [len(lengths) for lengths in chunks(bench)] == [2, 1, 1]
+
+
+def test_caches_that_cannot_be_cut_are_filled_one_by_one() -> None:
+    bench = Bench(replace(LIMITS, reuse="boundary"))
+    for id in range(1, 4):
+        bench.engine.add(submit(id, list(range(id, id + 12))))
+    bench.run()
+    assert chunks(bench) == [[11], [11], [11]]
+
+
 def test_samples_of_one_request_share_one_prefill() -> None:
     bench = Bench()
     prompt = list(range(40))
     bench.engine.add(submit(1, prompt, max_tokens=3, n=4))
     bench.run()
-    assert sum(len(step.tokens) for step in bench.executor.steps) == len(prompt) - 1
+    assert sum(step.computed for step in bench.executor.steps if step.chunks) == len(prompt) - 1
     assert {bench.tokens[1, index] == reference(prompt, 3, []) for index in range(4)} == {True}
 
 

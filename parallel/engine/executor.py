@@ -94,7 +94,7 @@ class Executor:
             begun.wait = self._change(step.orders)
             if step.rows:
                 self._decode(step, begun)
-            elif step.tokens:
+            elif step.chunks:
                 self._prefill(step, begun)
         except Exception as error:
             self._discard(step)
@@ -241,10 +241,17 @@ class Executor:
         return out
 
     def _prefill(self, step: wire.Step, begun: _Begun) -> None:
-        solo = self._solos[step.seq]
-        self._forward(begun, lambda: mx.array([step.tokens]), (1, len(step.tokens)), solo)
-        self._lengths[step.seq] += len(step.tokens)
-        begun.wait += kv.arrays(solo)
+        solos = [self._solos[chunk.seq] for chunk in step.chunks]
+        lengths = [step.start + len(chunk.tokens) for chunk in step.chunks]
+        rows, width = step.shape
+        together = solos[0] if rows == 1 else kv.stack(self.model, solos, step.start)
+        padded = [chunk.tokens + [0] * (width - len(chunk.tokens)) for chunk in step.chunks]
+        self._forward(begun, lambda: mx.array(padded), step.shape, together)
+        if rows > 1:
+            kv.unstack(together, solos, lengths)
+        for chunk, length, solo in zip(step.chunks, lengths, solos, strict=True):
+            self._lengths[chunk.seq] = length
+            begun.wait += kv.arrays(solo)
 
     def _decode(self, step: wire.Step, begun: _Begun) -> None:
         decoding = self._buckets[step.bucket]
@@ -289,4 +296,5 @@ class Executor:
         """After an exception, what the step touched cannot be trusted."""
         if step.rows:
             self._buckets.pop(step.bucket, None)
-        self._solos.pop(step.seq, None)
+        for chunk in step.chunks:
+            self._solos.pop(chunk.seq, None)

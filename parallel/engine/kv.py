@@ -39,6 +39,26 @@ def fork(solo: Solo, length: int) -> Solo:
     return [_fork(cache, length) for cache in solo]
 
 
+def stack(model: Any, solos: list[Solo], length: int) -> Solo:
+    """Caches of one batch [B, ...] that hold the first `length` tokens of each of `solos`; plain KV only."""
+    batch = new_solo(model)
+    for leaf, rows in zip(_leaves(batch), zip(*map(_leaves, solos), strict=True), strict=True):
+        if length:
+            leaf.keys = mx.concatenate([row.keys[..., :length, :] for row in rows])
+            leaf.values = mx.concatenate([row.values[..., :length, :] for row in rows])
+        leaf.offset = length
+    return batch
+
+
+def unstack(batch: Solo, solos: list[Solo], lengths: list[int]) -> None:
+    """Give each of `solos` its row of `batch`, `lengths` tokens of it, as copies: then the batch need not stay."""
+    for leaf, rows in zip(_leaves(batch), zip(*map(_leaves, solos), strict=True), strict=True):
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            row.keys = mx.contiguous(leaf.keys[i : i + 1, :, :length])
+            row.values = mx.contiguous(leaf.values[i : i + 1, :, :length])
+            row.offset = length
+
+
 def _fork(cache: Any, length: int) -> Any:
     if isinstance(cache, CacheList):
         return CacheList(*(_fork(child, length) for child in cache.caches))

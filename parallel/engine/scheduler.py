@@ -5,6 +5,8 @@ Pure: no mlx, no clock (time is an argument), no I/O. It runs on rank 0 only; wh
 The rules, in short:
 - A step is one decode of one bucket of rows, or one prefill chunk of one sequence. While rows run, prefill gets a time
   budget per decode step, so a long prompt slows streams down by a bounded factor and never stops them.
+- Short prompts that start at about the same token (none cached, or the same system prompt) are prefilled together,
+  padded on the right: the weights are read once for all. Only where caches can be cut to any prefix.
 - Prompts are prefilled shortest first, aged by their waiting time. A prompt that shares a long prefix with one that is
   being prefilled waits for it and reuses its KV.
 - Rows of similar length share a bucket: a row goes where it adds the least padding, or into a bucket of its own when
@@ -28,10 +30,13 @@ from parallel.engine.sequence import CacheShape, Sequence, State, StepResult
 SMALL_CHUNK = 64  # up to here a chunk costs about one reading of the weights, whatever its length
 PREFILL_SHARE_S = 0.05  # prefill may always take this long per decode step, even when decode steps are shorter
 PREFILL_LONGEST_S = 0.5  # and never longer than this, however many wait
-CROWD = 3  # decode steps' time more for prefill per step, when as many wait as run
+CROWD = 3  # decode steps' time more for prefill per step, when as many short prompts wait as rows run
 IDLE_CHUNK_S = 1.0  # a chunk with nothing running: the longest that a newcomer or a cancellation waits for
 GROWTH_TOKENS = 256  # room that a sequence needs beyond its prompt to be admitted
 SHARED_TOKENS = 64  # a prefix this much longer than the cached one is worth waiting for
+TOGETHER_TOKENS = 512  # a longer chunk fills the device alone
+REALIGNED_TOKENS = 16  # cached tokens that are computed again, so that prompts can be prefilled together
+FILLED = 0.75  # of prompts prefilled together, the least share that is no padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +115,9 @@ class Pace:
             self.decode_s += 0.2 * (duration_s - self.decode_s)
             key, rate = (rows.bit_length(), buckets), len(step.rows) / max(duration_s, 1e-6)
             self.rates[key] = self.rates.get(key, rate) + 0.1 * (rate - self.rates.get(key, rate))
-        elif len(step.tokens) > SMALL_CHUNK:
-            self.token_s += 0.3 * (duration_s / len(step.tokens) - self.token_s)
-        elif step.tokens:
+        elif step.computed > SMALL_CHUNK:
+            self.token_s += 0.3 * (duration_s / step.computed - self.token_s)
+        elif step.computed:
             self.small_s += 0.3 * (duration_s - self.small_s)
 
 
@@ -229,7 +234,7 @@ class Scheduler:
 
     def expected_s(self, step: wire.Step) -> float:
         """How long a step in flight should take, those before it included."""
-        one_s = self.pace.decode_s if step.rows else self.pace.chunk_s(len(step.tokens))
+        one_s = self.pace.decode_s if step.rows else self.pace.chunk_s(step.computed)
         return one_s * max(1, self.inflight)
 
     def clear_prefixes(self) -> None:
@@ -283,12 +288,9 @@ class Scheduler:
     def _next_prefill(self) -> Sequence | None:
         """The sequence whose chunk comes next, admitted if it was waiting."""
 
-        def urgency(sequence: Sequence) -> float:
-            return sequence.to_prefill * self.pace.token_s + sequence.arrival_s
-
-        started = min(self._prefilling, key=urgency, default=None)
-        while waiting := min((s for s in self._waiting if not s.inflight), key=urgency, default=None):
-            if started is not None and urgency(started) <= urgency(waiting):
+        started = min(self._prefilling, key=self._urgency, default=None)
+        while waiting := self._next_waiting():
+            if started is not None and self._urgency(started) <= self._urgency(waiting):
                 break
             sharing = self._admit(waiting)
             if sharing is not None:
@@ -299,6 +301,13 @@ class Scheduler:
                 return waiting
             # its whole prompt was cached: it is a row already, so look for the next one
         return started
+
+    def _urgency(self, sequence: Sequence) -> float:
+        """Whose prompt comes first: the shortest, aged by its waiting time."""
+        return sequence.to_prefill * self.pace.token_s + sequence.arrival_s
+
+    def _next_waiting(self) -> Sequence | None:
+        return min((s for s in self._waiting if not s.inflight), key=self._urgency, default=None)
 
     def _admit(self, sequence: Sequence) -> Sequence | None:
         """Start `sequence` if slots and memory allow; returns the one in prefill whose prefix it waits for."""
@@ -331,22 +340,64 @@ class Scheduler:
             self._prefill_done(sequence)
         return None
 
-    def _prefill_step(self, sequence: Sequence, running: bool) -> wire.Step:
-        """One chunk of `sequence`, as long as the time budget allows."""
+    def _prefill_step(self, lead: Sequence, running: bool) -> wire.Step:
+        """One chunk of `lead`, as long as the time budget allows, or its whole prompt together with others."""
         budget_s = self._credit_s if running else IDLE_CHUNK_S / self.limits.stages
-        affordable = max(SMALL_CHUNK, int(budget_s / self.pace.token_s))
-        count = min(sequence.to_prefill, affordable, self.limits.chunk_tokens)
-        start = sequence.computed
-        sequence.computed += count
+        affordable = min(max(SMALL_CHUNK, int(budget_s / self.pace.token_s)), self.limits.chunk_tokens)
+        group = [lead]
+        if lead.to_prefill <= affordable:
+            group += self._companions(lead, affordable)
+        start = min(sequence.computed for sequence in group)
+        chunks = []
+        for sequence in group:
+            stop = min(sequence.computed + sequence.to_prefill, start + affordable)
+            chunks.append(wire.Chunk(sequence.id, sequence.tokens[start:stop]))
+            sequence.computed = stop
+        step = self._emit(wire.Step(0, start=start, chunks=chunks), tuple(group))
         if not running:  # those that came together start together
             self._credit_s = PREFILL_LONGEST_S
-        self._credit_s -= self.pace.chunk_s(count)
-        step = self._emit(wire.Step(0, seq=sequence.id, tokens=sequence.tokens[start : start + count]), (sequence,))
-        if not sequence.to_prefill:
-            self._prefilling.remove(sequence)
-            self._keep_prompt(sequence)
-            self._prefill_done(sequence)
+        self._credit_s -= self.pace.chunk_s(step.computed)
+        for sequence in group:
+            if not sequence.to_prefill:
+                self._prefilling.remove(sequence)
+                self._keep_prompt(sequence)
+                self._prefill_done(sequence)
         return step
+
+    def _companions(self, lead: Sequence, affordable: int) -> list[Sequence]:
+        """Sequences whose whole prompts are prefilled in one step with `lead`'s, `affordable` tokens in all."""
+        limits = self.limits
+        if limits.reuse != "any" or not limits.batchable or lead.to_prefill > TOGETHER_TOKENS:
+            return []
+        group = [lead]
+        most = -(-(len(self._prefilling) + len(self._waiting)) // limits.stages)  # a pipeline wants a chunk per stage
+        free = limits.kv_bytes - self._active_bytes() - self._copy_bytes()
+
+        def fits(other: Sequence) -> bool:
+            starts = [sequence.computed for sequence in (*group, other)]
+            lengths = [sequence.computed + sequence.to_prefill - min(starts) for sequence in (*group, other)]
+            padded = len(lengths) * max(lengths)
+            return (
+                max(starts) - min(starts) <= REALIGNED_TOKENS
+                and max(lengths) <= TOGETHER_TOKENS
+                and FILLED * padded <= sum(lengths)
+                and padded <= affordable
+                and len(lengths) * limits.shape.bytes(min(starts) + max(lengths)) <= free
+            )
+
+        for other in sorted(self._prefilling, key=self._urgency):
+            if other is not lead and len(group) < most and fits(other):
+                group.append(other)
+        while len(group) < most and (waiting := self._next_waiting()) is not None:
+            if len(waiting.tokens) - lead.computed > TOGETHER_TOKENS:
+                break
+            if self._admit(waiting) is not None or waiting.state is State.WAITING:
+                break
+            if waiting.state is State.PREFILLING:
+                if not fits(waiting):
+                    break
+                group.append(waiting)
+        return group[1:]
 
     def _prefill_done(self, sequence: Sequence) -> None:
         sequence.state = State.PREFILLED
@@ -459,11 +510,13 @@ class Scheduler:
         return step
 
     def _prefill_budget_s(self) -> float:
-        """How long prefill may take between two decode steps: as long as a step, more the more wait per running row.
+        """How long prefill may take between two decode steps: as long as a step, more when more wait than run.
 
-        A row that joins sooner makes every later step fuller; one that waits makes the last steps emptier.
+        Short prompts get more: a row that joins sooner makes every later step fuller.
         """
-        crowd = 1 + CROWD * (len(self._waiting) + len(self._prefilling)) / self._running
+        short = sum(sequence.to_prefill <= TOGETHER_TOKENS for sequence in self._waiting)
+        everybody = len(self._waiting) + len(self._prefilling)
+        crowd = max(everybody / self._running, 1 + CROWD * short / self._running)
         share_s = max(self.pace.decode_s, PREFILL_SHARE_S)
         return max(share_s, min(crowd * share_s, PREFILL_LONGEST_S))
 
@@ -544,7 +597,7 @@ class Scheduler:
         """Number `step`, put the orders so far before it, and remember what its result is for."""
         self._steps += 1
         orders, self._orders = self._orders, []
-        step = wire.Step(self._steps, orders, step.bucket, step.rows, step.seq, step.tokens)  # type: ignore[arg-type]
+        step = wire.Step(self._steps, orders, step.bucket, step.rows, step.start, step.chunks)  # type: ignore[arg-type]
         entries = tuple(_entries(orders))
         for row in rows:
             row.inflight += 1
