@@ -258,7 +258,9 @@ class Machine:
     def start(self, argv: Sequence[str]) -> subprocess.Popen[str]:
         """Start a process on the machine; it ends with the machine. Its output is read through a pipe."""
         enter = ["nsenter", "-t", str(self.pid), "-n", "-m", "-u", "-p", "--"]
-        process = subprocess.Popen([*DIE_WITH_US, *enter, *argv], stdout=subprocess.PIPE, text=True)
+        # a preloaded OpenBLAS starts threads, with which nsenter cannot enter
+        environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+        process = subprocess.Popen([*DIE_WITH_US, *enter, *argv], stdout=subprocess.PIPE, text=True, env=environment)
         self._started.append(process)
         return process
 
