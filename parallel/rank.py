@@ -144,8 +144,6 @@ def _prepare(plan: wire.RankPlan, rank: int, star: Control | Follower) -> tuple[
 def _start_engine(plan: wire.RankPlan, control: Control) -> tuple[Engine, Executor]:
     """Rank 0's engine, warm and checked."""
     facts, executor = _prepare(plan, 0, control)
-    import mlx.core as mx
-
     from parallel import loading, warmup
 
     folder = Path(plan.of(0).model)
@@ -168,7 +166,7 @@ def _start_engine(plan: wire.RankPlan, control: Control) -> tuple[Engine, Execut
             kv_tokens=limits.kv_tokens,
             weights_bytes=sum(fact.weights_bytes for fact in facts),
             prefix_reuse=limits.reuse,
-            device=str(mx.device_info().get("device_name", mx.default_device())),
+            device=facts[0].device,
             facts=facts,
         )
     )

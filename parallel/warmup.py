@@ -65,7 +65,8 @@ def probe(model: Any, plan: wire.RankPlan, on_this_machine: int = 1) -> wire.Fac
     weights = mx.get_active_memory()
     room = memory_limit_bytes() // on_this_machine - weights - RESERVE_BYTES
     kv_bytes = plan.kv_limit_bytes or max(room, shape.bytes(2 * shape.grain))
-    return wire.Fact(shape.fixed_bytes, list(shape.layers), kv_bytes, weights, token, margin)
+    device = str(mx.device_info().get("device_name", mx.default_device()))
+    return wire.Fact(shape.fixed_bytes, list(shape.layers), kv_bytes, weights, token, margin, device)
 
 
 def set_limits(

@@ -411,7 +411,7 @@ class At(Message, frozen=True):
 class Fact(msgspec.Struct, array_like=True, frozen=True):
     """What a rank found: its KV cache's shape and limit, its weights' bytes, the token it would choose, with margin.
 
-    `layers` are (bytes per token, window), as in sequence.CacheShape.
+    `layers` are (bytes per token, window), as in sequence.CacheShape; `device` is the name that MLX gives its device.
     """
 
     fixed_bytes: int = 0
@@ -420,6 +420,7 @@ class Fact(msgspec.Struct, array_like=True, frozen=True):
     weights_bytes: int = 0
     token: int = -1
     margin: float = 0.0
+    device: str = ""
 
 
 class Refused(Message, frozen=True):

@@ -30,6 +30,14 @@ def test_topology_shows_cables_speeds_and_why_rdma_does_not_work() -> None:
     assert "st-2 has RDMA disabled" in " ".join(result.output.split())
 
 
+def test_topology_shows_which_host_is_a_virtual_machine() -> None:
+    assert run("topology", cluster="vm1").output.splitlines() == [
+        "One Mac: guest.",
+        "guest is a virtual machine, without Thunderbolt RDMA.",
+    ]
+    assert "virtual machine" in run("topology", "--dot", cluster="vm1").output
+
+
 def test_topology_as_json_has_names_and_truth() -> None:
     found = json.loads(run("topology", "--json", cluster="ring5").output)
     assert found["ring"] == ["mini-1", "mini-2", "mini-4", "mini-5", "mini-3"]

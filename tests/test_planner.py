@@ -309,3 +309,10 @@ def test_the_plan_as_json_has_the_derived_sums_and_no_layers():
     assert rank["budget"]["needs"] + rank["budget"]["spare"] == rank["budget"]["limit"]
     assert values["info"]["layers"] == 60
     assert msgspec.json.encode(values)
+
+
+def test_a_plan_and_its_refusal_say_which_host_is_a_virtual_machine():
+    guest = mac("guest", virtual=VirtualMachine("VirtualMac2,1", "Apple Paravirtual device", "", ("seen",)))
+    assert any("guest is a virtual machine" in warning for warning in planned([guest], model()).warnings)
+    with pytest.raises(NoPlan, match="guest is a virtual machine"):
+        planned([guest], model(400))

@@ -80,8 +80,11 @@ def test_amounts_are_in_units_that_a_person_reads():
     assert amount({"done": 0, "total": 0, "unit": "steps"}) == ""
 
 
+def state() -> ClusterState:
+    return ClusterState(ProcessRecord.of(os.getpid()), URL, ClusterConfig().without_key(), "", detached=True)
+
+
 def test_the_status_table_shows_ranks_reason_and_warnings():
-    state = ClusterState(ProcessRecord.of(os.getpid()), URL, ClusterConfig().without_key(), "", detached=True)
     facts = health(
         "lost",
         ranks=[{"rank": 0, "host": "this machine", "pid": 77}],
@@ -93,7 +96,7 @@ def test_the_status_table_shows_ranks_reason_and_warnings():
         context=4096,
     )
     out = io.StringIO()
-    Console(file=out, width=100).print(status_table(state, facts))
+    Console(file=out, width=100).print(status_table(state(), facts))
     lines = {" ".join(line.split()) for line in out.getvalue().splitlines()}
     assert {
         "status lost",
@@ -105,3 +108,15 @@ def test_the_status_table_shows_ranks_reason_and_warnings():
         "requests 1 running, 4 waiting",
         "context 4096 tokens",
     } <= lines
+
+
+def test_the_status_table_shows_links_and_virtual_machines():
+    def rank(number, **facts):
+        return {"rank": number, "host": f"host-{number}", "pid": 7, "layers": [0, 4]} | facts
+
+    ranks = [rank(0, link="10.0.0.2", device="Apple Paravirtual device"), rank(1, link="10.0.0.3", device="Apple M3")]
+    facts = health("ready", ranks=ranks, strategy="pipeline", backend="ring")
+    out = io.StringIO()
+    Console(file=out, width=100).print(status_table(state(), facts))
+    assert "host-0, pid 7, virtual machine, layers 0 to 3, link 10.0.0.2" in out.getvalue()
+    assert "host-1, pid 7, layers 0 to 3, link 10.0.0.3" in out.getvalue()

@@ -340,7 +340,8 @@ def dot(found: Topology) -> str:
     """The topology in Graphviz's language: solid lines where RDMA works, dashed where not, the reason as tooltip."""
     lines = ["graph cluster {", "  node [shape=box];"]
     for i, host in enumerate(found.hosts):
-        about = ", ".join(word for word in (chip_of(host), _gigabytes(host.memory_bytes)) if word)
+        kind = "virtual machine" if host.virtual else ""
+        about = ", ".join(word for word in (chip_of(host), _gigabytes(host.memory_bytes), kind) if word)
         label = _quoted(host.name) if not about else f'"{_escaped(host.name)}\\n{_escaped(about)}"'
         lines.append(f"  h{i} [label={label}];")
     for cable in found.cables:

@@ -7,7 +7,7 @@ Called by `cluster plan` and by the supervisor.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import msgspec
 
 from cluster.cabling.topology import Topology
 from cluster.errors import BadSetting, NoPlan
+from cluster.macs.hosts import Host
 from cluster.plan import chips
 from cluster.plan.placement import BACKENDS, Option, Placement, Rank, Wishes, gb, unknown_chips
 from parallel import wire
@@ -176,12 +177,19 @@ def _warnings(topology: Topology, info: wire.ModelInfo, chosen: Option, options:
             yield f"{host.name} is short by {gb(-rank.budget.spare)}: it may swap, or be stopped by macOS."
         elif host.available_bytes is not None and host.available_bytes < needs:
             yield f"{host.name} has {gb(host.available_bytes)} free now and needs {gb(needs)}: close what runs there."
+    yield from _virtual(hosts)
     if unknown := unknown_chips(hosts):
         yield f"The memory bandwidth of {', '.join(unknown)} is not known; it counts as slow."
     if chosen.backend == "ring" and chosen.strategy == "tensor":
         yield "Tensor parallel over TCP waits for the network twice a layer: expect it to be slower than one Mac."
     if len(hosts) > 1 and not info.measured:
         yield "Sizes are from config.json alone; the weights' own headers will decide."
+
+
+def _virtual(hosts: Iterable[Host]) -> Iterator[str]:
+    for host in hosts:
+        if host.virtual is not None:
+            yield f"{host.name} is a virtual machine: its memory limit is the guest's, and RDMA does not reach it."
 
 
 # ---------------------------------------------------------------- nothing fits
@@ -195,6 +203,7 @@ def _no_plan(topology: Topology, info: wire.ModelInfo, wishes: Wishes, tried: li
     for option in tried:
         lines.append(f"{NAMES[option.strategy]}: {option.why_not or 'possible'}.")
         lines += [f"  {line(rank, len(info.layers))}" for rank in option.ranks]
+    lines += _virtual(topology.hosts)
     advice = list(_advice(topology, info, wishes))
     hint = "What would make it fit: " + "; ".join(advice) + "." if advice else "Use a smaller model."
     return NoPlan("\n".join(lines), hint=hint, options=tuple(tried))

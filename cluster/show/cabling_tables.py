@@ -36,9 +36,9 @@ def _end(found: Topology, end: End) -> str:
 def summary(found: Topology) -> list[str]:
     """What the cables allow, a sentence each."""
     names = [host.name for host in found.hosts]
+    lines = [f"{host.name} is a virtual machine, without Thunderbolt RDMA." for host in found.hosts if host.virtual]
     if len(names) < 2:
-        return [f"One Mac: {names[0]}." if names else "No Macs."]
-    lines = []
+        return [f"One Mac: {names[0]}." if names else "No Macs.", *lines]
     if found.mesh:
         lines.append("RDMA joins every two of them: a mesh (jaccl).")
     elif ring := found.ring():

@@ -164,12 +164,16 @@ def status_table(state: ClusterState, health: dict[str, Any]) -> Table:
 
 def _rank_text(rank: dict[str, Any], health: dict[str, Any]) -> str:
     parts = [rank["host"], f"pid {rank['pid']}"]
+    if "Paravirtual" in rank.get("device", ""):
+        parts.append("virtual machine")
     if health.get("strategy") == "pipeline":
         parts.append(f"layers {rank['layers'][0]} to {rank['layers'][1] - 1}")
     if rank.get("phase", "ready") != "ready":
         parts.append(rank["phase"])
     if rank.get("active_bytes"):
         parts.append(f"{rank['active_bytes'] / 1e9:.1f} GB")
+    if rank.get("link") and len(health["ranks"]) > 1:
+        parts.append(f"link {rank['link']}")
     if rank.get("idle_share") is not None and len(health["ranks"]) > 1:
         parts.append(f"idle {rank['idle_share']:.0%}")
     if rank.get("tokens_per_s"):

@@ -33,6 +33,12 @@ class Arrangement:
         """Whether all ranks are on this machine."""
         return all(host.ssh == LOOPBACK for host in self.hostfile.hosts)
 
+    def link(self, rank: int) -> str:
+        """How the other ranks reach this one: its RDMA devices, or its addresses."""
+        host = self.hostfile.hosts[rank]
+        devices = {name for leading in host.rdma for name in leading or ()}
+        return ", ".join(sorted(devices) if self.backend.startswith("jaccl") else host.ips)
+
 
 def local_hostfile(ranks: int) -> Hostfile:
     """`ranks` ranks on this machine, joined over loopback."""

@@ -117,6 +117,9 @@ class Supervisor:
         if self._arrangement is not None:
             spec = self._arrangement.ranks[record.rank]
             facts["layers"] = [spec.start, spec.stop]
+            facts["link"] = self._arrangement.link(record.rank)
+        if self.ready is not None and record.rank < len(self.ready.facts):
+            facts["device"] = self.ready.facts[record.rank].device
         return facts | self._watch.facts(record.rank)
 
     @property
