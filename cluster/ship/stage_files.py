@@ -35,6 +35,11 @@ def is_weights(name: str) -> bool:
     return fnmatch(name, "model*.safetensors")
 
 
+def weights_bytes(folder: Path) -> int:
+    """The size of the model's weights on disk, about what they take in memory."""
+    return sum((folder / name).stat().st_size for name in model_files(folder) if is_weights(name))
+
+
 def needed(folder: Path, needs: Mapping[str, Layers]) -> dict[str, list[str]]:
     """The names of the files that each host needs. Raises DamagedShard for a header that cannot be read."""
     names = model_files(folder)

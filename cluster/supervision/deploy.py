@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import getpass
+import logging
 import random
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -28,12 +29,15 @@ from cluster.macs import discover, probe
 from cluster.macs.hosts import Host, Unreachable
 from cluster.macs.ssh import CONNECT_S, on_all, open_shell
 from cluster.paths import Folders
-from cluster.plan import model_info, planner
+from cluster.plan import chips, model_info, planner
+from cluster.plan.placement import gb
 from cluster.ship import install, pull, same
+from cluster.ship.stage_files import weights_bytes
 from cluster.supervision.arrange import LOOPBACK, Arrangement, arrange
 from cluster.supervision.sites import Sites
 from parallel import wire
 
+logger = logging.getLogger("cluster.deploy")
 CONTROL_PORTS = (20000, 32000)  # of rank 0; below where systems take ports from for connections
 AUTO = ("auto",)
 AGAIN_S = 5.0  # for a host that answered before to let us in; nothing is served meanwhile
@@ -64,6 +68,27 @@ class Deployment:
 def owner(folders: Folders) -> str:
     """Who this coordinator is, to others that meet its ranks."""
     return f"{getpass.getuser()}@{socket.gethostname()}: {folders.state}"
+
+
+def with_others(config: ClusterConfig, name: str, folder: Path, memory_bytes: int) -> ClusterConfig:
+    """`config`; with all Macs that Bonjour finds, where it names no place and this machine cannot hold the weights.
+
+    `memory_bytes` is what this machine has. Raises NoHosts when there is nobody else. Blocks for the discovery.
+    """
+    if config.hosts or config.hostfile is not None or config.local is not None or config.force:
+        return config
+    weights, limit = weights_bytes(folder), int(memory_bytes * chips.default_share(memory_bytes))
+    if weights <= limit:
+        return config
+    told = f"The weights of {name} take {gb(weights)}; this machine can give them {gb(limit)}"
+    hosts = discover.host_names()
+    if len(hosts) < 2:
+        raise NoHosts(
+            f"{told}, and Bonjour finds no other Mac with Remote Login here.",
+            hint="Name them (--hosts studio-a,studio-b), or take a smaller quantisation; --force tries it here.",
+        )
+    logger.info("%s: it is spread over %s", told, ", ".join(hosts))
+    return replace(config, hosts=tuple(hosts))
 
 
 def wanted_hosts(config: ClusterConfig) -> list[str]:

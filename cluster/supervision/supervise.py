@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from cluster.cabling import hostfile
 from cluster.config import ClusterConfig
 from cluster.errors import BadSetting, ClusterError, EngineLost, RankFailed
@@ -26,7 +28,7 @@ from cluster.serve.engine_client import EngineClient
 from cluster.state import RankRecord
 from cluster.supervision.arrange import LOOPBACK, THIS_MACHINE, Arrangement, arrange, local_hostfile
 from cluster.supervision.background import in_thread, to_the_end
-from cluster.supervision.deploy import Deployment, answering, deploy, owner, with_secret
+from cluster.supervision.deploy import Deployment, answering, deploy, owner, with_others, with_secret
 from cluster.supervision.launch import RANK_COMMAND, RankProcess, free_port
 from cluster.supervision.mlx_launch import LaunchedRanks, synch_variables
 from cluster.supervision.watch import STALLED, Limits, RelaunchBudget, Watch
@@ -164,6 +166,8 @@ class Supervisor:
         resolve = functools.partial(self._resolve_model, asyncio.get_running_loop())
         resolved = await in_thread(resolve)
         self.model = resolved.name
+        alone, memory = self._config, psutil.virtual_memory().total
+        self._config = await in_thread(lambda: with_others(alone, resolved.name, resolved.folder, memory))
         if not self._remote:
             self._arrangement = await in_thread(lambda: self._arrange(resolved.folder))
         chat = asyncio.create_task(self._load_tokenizer(resolved.folder), name="load-chat")
