@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import cast
 
+import msgspec
+
 from cluster.errors import ClusterError, EngineLost
 from cluster.serve.engine_client import EngineClient, Generation
 from parallel import wire
@@ -74,18 +76,10 @@ class FakeEngine:
     def open_requests(self) -> int:
         return len(self._open)
 
-    def submit(
-        self,
-        prompt: list[int],
-        *,
-        max_tokens: int,
-        n: int = 1,
-        sampling: wire.Sampling | None = None,
-        stop_ids: list[int] | None = None,
-    ) -> Generation:
+    def submit(self, request: wire.Submit) -> Generation:
         if self.lost.done():
             raise EngineLost(self.lost.result())
-        request = wire.Submit(len(self.submits) + 1, prompt, max_tokens, n, sampling or wire.Sampling(), stop_ids or [])
+        request = msgspec.structs.replace(request, id=len(self.submits) + 1)
         self.submits.append(request)
         generation = self._open[request.id] = Generation(cast(EngineClient, self), request)
         task = asyncio.create_task(self._answer(request, generation))

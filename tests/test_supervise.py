@@ -21,6 +21,7 @@ from cluster.paths import Folders
 from cluster.state import Claim
 from cluster.supervision.supervise import Supervisor
 from cluster.supervision.watch import Limits, RelaunchBudget
+from parallel import wire
 
 FAKE_RANK = str(Path(__file__).with_name("fake_rank.py"))
 QUICK = Limits(join_s=20, beat_s=1, stop_s=1)
@@ -122,14 +123,14 @@ async def test_a_start_passes_its_phases_in_order_and_ends_ready(live):
 async def test_a_request_reaches_the_rank_and_its_tokens_come_back(live):
     life = live()
     await life.until("ready")
-    events = [event async for event in life.supervisor.engine.submit([1, 2], max_tokens=3)]
+    events = [event async for event in life.supervisor.engine.submit(wire.Submit(0, [1, 2], 3))]
     assert [event.token for event in events[1:]] == [10, 11, 12]
 
 
 async def test_the_age_of_the_last_token_is_known_once_tokens_were_made(live):
     life = live()
     await life.until("ready")
-    await life.supervisor.engine.submit([1], max_tokens=3).__aiter__().__anext__()
+    await life.supervisor.engine.submit(wire.Submit(0, [1], 3)).__aiter__().__anext__()
     while life.supervisor.health()["last_token_age_s"] is None:
         await asyncio.sleep(0.01)
     assert life.supervisor.health()["last_token_age_s"] >= 0
@@ -166,13 +167,13 @@ async def test_a_killed_rank_fails_open_requests_and_is_relaunched(live, tmp_pat
     await life.until("ready")
     first = life.pid
     with pytest.raises(EngineLost):
-        async for _ in life.supervisor.engine.submit([1], max_tokens=3):
+        async for _ in life.supervisor.engine.submit(wire.Submit(0, [1], 3)):
             pass
     await life.until("ready", after=5)
     assert life.phases[5:7] == ["lost", "relaunching"]
     assert life.pid != first
     assert life.supervisor.health()["restarts"] == 1
-    events = [event async for event in life.supervisor.engine.submit([1], max_tokens=3)]
+    events = [event async for event in life.supervisor.engine.submit(wire.Submit(0, [1], 3))]
     assert len(events) == 4
 
 

@@ -142,7 +142,7 @@ class Case:
 
         async def row(times: list[float]) -> None:
             prompt = [rng.randrange(self._vocabulary) for _ in range(self._prompt_tokens)]
-            async for event in engine.submit(prompt, max_tokens=tokens, sampling=self._sampling):
+            async for event in engine.submit(wire.Submit(0, prompt, tokens, sampling=self._sampling)):
                 if isinstance(event, wire.Token):
                     times.append(time.monotonic())
 

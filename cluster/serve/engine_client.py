@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Callable
 from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
+
 from cluster.errors import BadRequest, ClusterError, EngineLost, StepFailed
 from parallel import wire
 
@@ -121,19 +123,11 @@ class EngineClient:
         """Requests that have not ended: queued, in prefill or decoding."""
         return len(self._open)
 
-    def submit(
-        self,
-        prompt: list[int],
-        *,
-        max_tokens: int,
-        n: int = 1,
-        sampling: wire.Sampling | None = None,
-        stop_ids: list[int] | None = None,
-    ) -> Generation:
-        """Send one request of `n` samples. Raises EngineLost when the engine is gone."""
+    def submit(self, request: wire.Submit) -> Generation:
+        """Send one request, under an id of its own. Raises EngineLost when the engine is gone."""
         if self.lost.done():
             raise EngineLost(self.lost.result(), hint="`cluster status` shows whether it is being restarted.")
-        request = wire.Submit(self._next_id, prompt, max_tokens, n, sampling or wire.Sampling(), stop_ids or [])
+        request = msgspec.structs.replace(request, id=self._next_id)
         self._next_id += 1
         generation = self._open[request.id] = Generation(self, request)
         self._send(request)

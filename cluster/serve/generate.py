@@ -43,15 +43,7 @@ class Engine(Protocol):
     @property
     def open_requests(self) -> int: ...
 
-    def submit(
-        self,
-        prompt: list[int],
-        *,
-        max_tokens: int,
-        n: int = 1,
-        sampling: wire.Sampling | None = None,
-        stop_ids: list[int] | None = None,
-    ) -> Generation: ...
+    def submit(self, request: wire.Submit) -> Generation: ...
 
 
 @dataclass(slots=True)
@@ -101,11 +93,8 @@ class Run:
         self._generations: list[Generation] = []
         try:
             for prompt, limit in zip(request.prompts, limits, strict=True):
-                self._generations.append(
-                    engine.submit(
-                        prompt.ids, max_tokens=limit, n=request.n, sampling=request.sampling, stop_ids=request.stop_ids
-                    )
-                )
+                submit = wire.Submit(0, prompt.ids, limit, request.n, request.sampling, request.stop_ids)
+                self._generations.append(engine.submit(submit))
         except ClusterError:
             self._cancel_generations()
             raise
