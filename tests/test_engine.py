@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import architectures
 import mlx.core as mx
 import psutil
 import pytest
@@ -14,6 +15,7 @@ from engine_run import Said, differences, engine_for, random_mix, run_mix
 from tiny_model import build_tiny_model
 
 from parallel import wire
+from parallel.engine.kv import batchable
 from parallel.engine.loop import Engine
 from parallel.loading import load_model
 
@@ -85,6 +87,26 @@ def test_a_random_mix_on_a_tiny_model_answers_as_mlx_lm_does_alone(tiny: tuple[A
     said, cancelled = run_mix(engine, requests, rng)
     wrong = [w for r in requests if r.id not in cancelled for w in differences(model, r, said)]
     assert wrong == []
+
+
+OFTEN = ("deepseek_v32", "qwen3_moe")  # caches of two kinds in a layer; experts
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in architectures.NAMES]
+)
+def test_a_random_mix_on_every_architecture_answers_as_mlx_lm_does_alone(name: str) -> None:
+    model, config = architectures.build(name), architectures.config_of(name)
+    if not batchable(model):
+        pytest.skip(f"{name}: mlx-lm cannot batch rows of unequal length")
+    vocabulary = (config.get("text_config") or config)["vocab_size"]
+    for seed in range(3):
+        rng = random.Random(seed)
+        engine = engine_for(model, context=512, slots=16, chunk_tokens=rng.choice([17, 64, 512]))
+        requests = random_mix(rng, vocabulary, rng.choice([12, 40]), count=8, tokens=8)
+        said, cancelled = run_mix(engine, requests, rng)
+        wrong = [w for r in requests if r.id not in cancelled for w in differences(model, r, said)]
+        assert wrong == []
 
 
 @pytest.mark.model

@@ -371,12 +371,12 @@ class Scheduler:
             return []
         group = [lead]
         most = -(-(len(self._prefilling) + len(self._waiting)) // limits.stages)  # a pipeline wants a chunk per stage
-        free = limits.kv_bytes - self._active_bytes() - self._copy_bytes()
 
         def fits(other: Sequence) -> bool:
             starts = [sequence.computed for sequence in (*group, other)]
             lengths = [sequence.computed + sequence.to_prefill - min(starts) for sequence in (*group, other)]
             padded = len(lengths) * max(lengths)
+            free = limits.kv_bytes - self._active_bytes() - self._copy_bytes()
             return (
                 max(starts) - min(starts) <= REALIGNED_TOKENS
                 and max(lengths) <= TOGETHER_TOKENS
