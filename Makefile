@@ -12,7 +12,7 @@ up: setup  ## set up on first use and serve the demo model (MODEL=... for anothe
 	@$(BIN)/cluster up $(MODEL) $(ARGS)
 
 test: setup-dev  ## set up on first use and run the default test suite (ARGS=... for pytest)
-	@LD_PRELOAD=$(OPENBLAS) $(BIN)/python -m pytest $(ARGS)
+	@LD_PRELOAD=$(OPENBLAS) $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-slow: setup-dev  ## the tests that take many minutes
 	@LD_PRELOAD=$(OPENBLAS) $(BIN)/python -m pytest -m slow $(ARGS)

@@ -13,6 +13,7 @@ from cluster.paths import Folders
 
 # What a shell runs in its background starts with Ctrl-C ignored, and every process that a test starts would inherit it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup makes it ignored
 
 USERS = Folders.from_environment(os.environ)  # before the fixture below moves them
 

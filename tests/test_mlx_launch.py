@@ -176,6 +176,7 @@ async def test_how_each_rank_ended_is_known_also_by_a_signal_and_by_its_own_alar
     one.by_rank()[1].send_signal(signal.SIGSTOP)  # so that mlx.launch does not end it before we kill it
     await one.until(lambda: 0 in one.ranks.exits)
     one.by_rank()[1].kill()
+    await one.until(lambda: 1 in one.ranks.exits)
     await one.ranks.stop(1)
     assert "did not come out of joining the others" in one.ranks.exits[0]
     assert one.ranks.exits[1] == "was ended by SIGKILL"
