@@ -162,7 +162,9 @@ class Network:
             line.kill()
 
     def _attach(self, machine: Machine, pid: int) -> None:
-        self._ip(f"link add {machine.port} type veth peer name en0 netns {pid}")
+        # always the same address, as a machine's is: else nobody finds it for a while after it was switched off and on
+        number = int(machine.ip.rpartition(".")[2])
+        self._ip(f"link add {machine.port} type veth peer name en0 address 02:77:00:00:01:{number:02x} netns {pid}")
         self._ip(f"link set {machine.port} master bridge")
         self.plug(machine)
 
