@@ -51,6 +51,8 @@ def look(
     if recorded is not None:
         if hosts or hostfile:
             raise BadSetting("--recorded names the Macs itself; leave out --hosts and --hostfile.")
+        if save is not None:
+            raise BadSetting("--save is for Macs that answer now; what --recorded replays is recorded already.")
         return probe.probe_recorded(recorded), []
     names = configured_hosts(hosts, hostfile, config) or discover.host_names()
     return probe.probe_hosts(names, save=save)

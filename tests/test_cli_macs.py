@@ -132,3 +132,9 @@ def test_discover_lists_named_and_heard_machines(monkeypatch):
 
 def test_an_empty_network_is_an_error_of_discover_too(named):
     assert isinstance(failure("discover"), NoHosts)
+
+
+def test_what_is_recorded_is_not_recorded_again(tmp_path: Path) -> None:
+    result = run("probe", "--recorded", str(MACS / "mesh2"), "--save", str(tmp_path / "again"))
+    assert isinstance(result.exception, BadSetting)
+    assert not (tmp_path / "again").exists()

@@ -14,7 +14,7 @@ from recorded_macs import CLUSTERS, MACS, recorded, renamed, truth, unchanged
 
 from cluster.doctor.doctor import ORDER, examine
 from cluster.macs.hosts import Address, Host, Power, Unreachable, Unread, Versions
-from cluster.macs.probe import commands, probe
+from cluster.macs.probe import commands, probe, probe_recorded
 from cluster.macs.ssh import RecordedShell
 from cluster.vm.facts import virtual_machine
 
@@ -232,3 +232,9 @@ def test_a_guest_says_its_limits_in_the_words_of_the_virtual_machine() -> None:
     (finding,) = examine(recorded("vm1"))
     assert recorded("vm1")[0].virtual is not None
     assert all(sentence in finding.why for sentence in recorded("vm1")[0].virtual.consequences)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("folder", sorted(path.name for path in (MACS / "variants").iterdir() if path.is_dir()))
+def test_recordings_without_addresses_are_examined_together_without_an_error(folder: str) -> None:
+    """Each holds one Mac with other cables: as one cluster they make no sense, and still get findings."""
+    assert examine(probe_recorded(MACS / "variants" / folder))

@@ -57,10 +57,10 @@ def lan_addresses(host: Host) -> tuple[Address, ...]:
 def meeting_point(hosts: Sequence[Host]) -> tuple[tuple[Address, ...], bool] | None:
     """An address of each host, the first host's being one that all others reach; and whether they share its subnet.
 
-    None if some host has no LAN address at all.
+    None if there is no host, or one without any LAN address.
     """
     choices = [lan_addresses(host) for host in hosts]
-    if not all(choices):
+    if not choices or not all(choices):
         return None
     for first in choices[0]:
         subnet = network_of(first)
