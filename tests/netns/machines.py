@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -172,9 +173,19 @@ class Network:
         """At once; the kernel would take its time, and the port could not be made again."""
         self._ip(f"link delete {machine.port}")
 
-    def _ip(self, arguments: str) -> None:
-        command = ["nsenter", "-t", str(self._place.pid), "-n", "ip", *arguments.split()]
-        subprocess.run(command, check=True, capture_output=True)
+    def _announce(self, machine: Machine) -> None:
+        """Wait until its port forwards frames; then whoever looked for it in vain looks anew."""
+        while '"state":"forwarding"' not in self._ip(f"-d -j link show {machine.port}").replace(" ", ""):
+            time.sleep(0.02)
+        self._ip(f"neigh flush to {machine.ip} dev bridge")
+        for other in self.machines.values():
+            if other._place is not None and other is not machine:
+                self._ip(f"neigh flush to {machine.ip} dev en0", other.pid)
+
+    def _ip(self, arguments: str, pid: int | None = None) -> str:
+        """What `ip` prints in the network namespace of `pid`, or in the coordinator's."""
+        command = ["nsenter", "-t", str(pid or self._place.pid), "-n", "ip", *arguments.split()]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 class Machine:
@@ -231,6 +242,7 @@ class Machine:
         self._place.wait_for("booted")
         if self._sshd is not None:
             self._place.wait_for("Server listening on 0.0.0.0")
+        self._network._announce(self)
 
     def kill(self) -> None:
         """Cut its power: all its processes end at once. The disk stays; `boot` starts it again."""
