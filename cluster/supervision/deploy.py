@@ -73,7 +73,7 @@ def owner(folders: Folders) -> str:
 def with_others(config: ClusterConfig, name: str, folder: Path, memory_bytes: int) -> ClusterConfig:
     """`config`; with all Macs that Bonjour finds, where it names no place and this machine cannot hold the weights.
 
-    `memory_bytes` is what this machine has. Raises NoHosts when there is nobody else. Blocks for the discovery.
+    `memory_bytes` is what this machine has. Raises NoHosts when there is nobody. Blocks for the discovery.
     """
     if config.hosts or config.hostfile is not None or config.local is not None or config.force:
         return config
@@ -81,22 +81,21 @@ def with_others(config: ClusterConfig, name: str, folder: Path, memory_bytes: in
     if weights <= limit:
         return config
     told = f"The weights of {name} take {gb(weights)}; this machine can give them {gb(limit)}"
-    hosts = discover.host_names()
-    if len(hosts) < 2:
+    try:
+        hosts = discover.host_names()
+    except NoHosts as nobody:
         raise NoHosts(
-            f"{told}, and Bonjour finds no other Mac with Remote Login here.",
-            hint="Name them (--hosts studio-a,studio-b), or take a smaller quantisation; --force tries it here.",
-        )
-    logger.info("%s: it is spread over %s", told, ", ".join(hosts))
+            f"{told}, and Bonjour knows nobody to share them with. {nobody.message}",
+            hint=f"{nobody.hint} Or take a smaller quantisation; --force tries it here.",
+        ) from nobody
+    logger.info("%s: it runs on %s", told, ", ".join(hosts))
     return replace(config, hosts=tuple(hosts))
 
 
 def wanted_hosts(config: ClusterConfig) -> list[str]:
     """The hosts that the settings mean. Raises NoHosts when Bonjour finds none."""
     if config.hosts == AUTO:
-        if found := discover.host_names():
-            return found
-        raise NoHosts("Bonjour finds no Mac with Remote Login here.", hint="Name them: --hosts studio-a,studio-b")
+        return discover.host_names()
     if config.hosts:
         return list(config.hosts)
     assert config.hostfile is not None
