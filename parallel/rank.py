@@ -166,7 +166,6 @@ def _start_engine(plan: wire.RankPlan, control: Control) -> tuple[Engine, Execut
             kv_tokens=limits.kv_tokens,
             weights_bytes=sum(fact.weights_bytes for fact in facts),
             prefix_reuse=limits.reuse,
-            device=facts[0].device,
             facts=facts,
         )
     )

@@ -158,7 +158,6 @@ class Ready(Message, frozen=True):
     kv_tokens: int
     weights_bytes: int
     prefix_reuse: str  # "any", "boundary" or "off"
-    device: str
     facts: list[Fact] = []  # of every rank, in order
 
 

@@ -26,7 +26,6 @@ READY = wire.Ready(
     kv_tokens=400,
     weights_bytes=1,
     prefix_reuse="any",
-    device="cpu",
 )
 
 

@@ -65,7 +65,7 @@ def serve(connection: socket.socket, plan: wire.RankPlan, modes: dict[str, None]
         send(wire.Failed(0, "The model needs 9 GB and there are 4 GB."))
         signal.pause()
     send(wire.Progress(0, "warming", 1, 2))
-    send(wire.Ready(0, os.getpid(), plan.model, plan.context or 4096, plan.slots, 1 << 30, 4096, 1000, "any", "cpu"))
+    send(wire.Ready(0, os.getpid(), plan.model, plan.context or 4096, plan.slots, 1 << 30, 4096, 1000, "any"))
 
     def beat() -> None:
         produced = 0

@@ -69,7 +69,7 @@ async def test_a_client_that_left_is_counted_as_cancelled(base_url, http, engine
 
 def test_the_engines_numbers_are_those_of_its_last_beat():
     stats = wire.Stats(waiting=3, running=2, kv_bytes=50, prefix_hit_tokens=25, prompt_tokens=100, steps=10, step_s=0.5)
-    ready = wire.Ready(0, 1, "m", 1, 1, 400, 1, 1, "any", "cpu")
+    ready = wire.Ready(0, 1, "m", 1, 1, 400, 1, 1, "any")
     seen = values(Metrics(lambda: (stats, ready)).render().decode())
     assert (seen["cluster_queue"], seen["cluster_running"]) == (3, 2)
     assert (seen["cluster_kv_used_bytes"], seen["cluster_kv_limit_bytes"]) == (50, 400)

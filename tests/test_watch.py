@@ -16,7 +16,7 @@ class Clock:
 
 def ready(clock: Clock) -> Watch:
     watch = Watch(["a", "b", "c"], Limits(), 10.0, clock)
-    watch.heard(0, wire.Ready(0, 1, "model", 8192, 32, 1, 1, 1, "any", "cpu", []))
+    watch.heard(0, wire.Ready(0, 1, "model", 8192, 32, 1, 1, 1, "any", []))
     return watch
 
 

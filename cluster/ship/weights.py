@@ -10,7 +10,7 @@ import contextlib
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -210,33 +210,18 @@ def _nearest(model: str, path: Path | None = None) -> str:
 # ---------------------------------------------------------------- the Hub
 
 
-def _download(repository: str, progress: Progress) -> Path:
-    """The repository's snapshot folder in huggingface_hub's cache; complete files are never fetched twice."""
-    import httpx2
-    from huggingface_hub import HfApi, snapshot_download
+@contextlib.contextmanager
+def _refusals(repository: str) -> Iterator[None]:
+    """What the Hub refuses for any file, as errors of ours."""
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
     )
 
     try:
-        try:
-            info = HfApi().model_info(repository, files_metadata=True, timeout=HUB_TIMEOUT_S)
-        except (RepositoryNotFoundError, HFValidationError):
-            raise
-        except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
-            return _from_cache(repository, error)
-        sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
-        done, total = _room_for(repository, str(info.sha), sizes)
-        label = f"Downloading {repository}"
-        progress(label, done, total)
-        bar = _bar(lambda count: progress(label, min(done + count, total), total))
-        folder = Path(snapshot_download(repository, allow_patterns=PATTERNS, tqdm_class=bar))
-        progress(label, total, total)
-        return folder
+        yield
     except GatedRepoError as error:
         raise _gated(repository) from error
     except RepositoryNotFoundError as error:
@@ -245,6 +230,30 @@ def _download(repository: str, progress: Progress) -> Path:
         raise NoSuchModel(f"{repository} is not a possible repository name.", hint=_nearest(repository)) from error
     except LocalEntryNotFoundError as error:
         raise _unreachable(repository, error) from error
+
+
+def _download(repository: str, progress: Progress) -> Path:
+    """The repository's snapshot folder in huggingface_hub's cache; complete files are never fetched twice."""
+    import httpx2
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    try:
+        with _refusals(repository):
+            try:
+                info = HfApi().model_info(repository, files_metadata=True, timeout=HUB_TIMEOUT_S)
+            except (RepositoryNotFoundError, HFValidationError):
+                raise
+            except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
+                return _from_cache(repository, error)
+            sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
+            done, total = _room_for(repository, str(info.sha), sizes)
+            label = f"Downloading {repository}"
+            progress(label, done, total)
+            bar = _bar(lambda count: progress(label, min(done + count, total), total))
+            folder = Path(snapshot_download(repository, allow_patterns=PATTERNS, tqdm_class=bar))
+            progress(label, total, total)
+            return folder
     except (httpx2.HTTPError, OSError, RuntimeError) as error:
         raise DownloadFailed(
             f"The download of {repository} broke off: {_first_line(error)}",
@@ -255,24 +264,11 @@ def _download(repository: str, progress: Progress) -> Path:
 def _fetch_config(repository: str) -> Path:
     """The cached snapshot if its weights are complete, else its config.json alone, fetched if need be."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        path = Path(hf_hub_download(repository, "config.json", etag_timeout=HUB_TIMEOUT_S))
-    except GatedRepoError as error:
-        raise _gated(repository) from error
-    except RepositoryNotFoundError as error:
-        raise _not_found(repository) from error
-    except HFValidationError as error:
-        raise NoSuchModel(f"{repository} is not a possible repository name.", hint=_nearest(repository)) from error
-    except LocalEntryNotFoundError as error:
-        raise _unreachable(repository, error) from error
+        with _refusals(repository):
+            path = Path(hf_hub_download(repository, "config.json", etag_timeout=HUB_TIMEOUT_S))
     except EntryNotFoundError as error:
         raise NotAModelFolder(f"{repository} has no config.json, so it is not a model in MLX format.") from error
     if not isinstance(try_to_load_from_cache(repository, "hf_quant_config.json"), str):

@@ -163,6 +163,7 @@ def status_table(state: ClusterState, health: dict[str, Any]) -> Table:
 
 
 def _rank_text(rank: dict[str, Any], health: dict[str, Any]) -> str:
+    several = len(health["ranks"]) > 1
     parts = [rank["host"], f"pid {rank['pid']}"]
     if "Paravirtual" in rank.get("device", ""):
         parts.append("virtual machine")
@@ -172,9 +173,9 @@ def _rank_text(rank: dict[str, Any], health: dict[str, Any]) -> str:
         parts.append(rank["phase"])
     if rank.get("active_bytes"):
         parts.append(f"{rank['active_bytes'] / 1e9:.1f} GB")
-    if rank.get("link") and len(health["ranks"]) > 1:
+    if rank.get("link") and several:
         parts.append(f"link {rank['link']}")
-    if rank.get("idle_share") is not None and len(health["ranks"]) > 1:
+    if rank.get("idle_share") is not None and several:
         parts.append(f"idle {rank['idle_share']:.0%}")
     if rank.get("tokens_per_s"):
         parts.append(f"{rank['tokens_per_s']:.0f} tokens/s")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import secrets
@@ -163,8 +162,8 @@ class Supervisor:
         "failed" and this waits for its cancellation, so that /health can tell.
         """
         self._enter("resolving")
-        resolve = functools.partial(self._resolve_model, asyncio.get_running_loop())
-        resolved = await in_thread(resolve)
+        loop = asyncio.get_running_loop()
+        resolved = await in_thread(lambda: self._resolve_model(loop))
         self.model = resolved.name
         alone, memory = self._config, psutil.virtual_memory().total
         self._config = await in_thread(lambda: with_others(alone, resolved.name, resolved.folder, memory))

@@ -350,7 +350,7 @@ class Scheduler:
         start = min(sequence.computed for sequence in group)
         chunks = []
         for sequence in group:
-            stop = min(sequence.computed + sequence.to_prefill, start + affordable)
+            stop = min(len(sequence.tokens) - 1, start + affordable)
             chunks.append(wire.Chunk(sequence.id, sequence.tokens[start:stop]))
             sequence.computed = stop
         step = self._emit(wire.Step(0, start=start, chunks=chunks), tuple(group))
@@ -374,15 +374,16 @@ class Scheduler:
 
         def fits(other: Sequence) -> bool:
             starts = [sequence.computed for sequence in (*group, other)]
-            lengths = [sequence.computed + sequence.to_prefill - min(starts) for sequence in (*group, other)]
-            padded = len(lengths) * max(lengths)
+            ends = [len(sequence.tokens) - 1 for sequence in (*group, other)]
+            start, width = min(starts), max(ends) - min(starts)
+            padded = len(ends) * width
             free = limits.kv_bytes - self._active_bytes() - self._copy_bytes()
             return (
-                max(starts) - min(starts) <= REALIGNED_TOKENS
-                and max(lengths) <= TOGETHER_TOKENS
-                and FILLED * padded <= sum(lengths)
+                max(starts) - start <= REALIGNED_TOKENS
+                and width <= TOGETHER_TOKENS
+                and FILLED * padded <= sum(ends) - len(ends) * start
                 and padded <= affordable
-                and len(lengths) * limits.shape.bytes(min(starts) + max(lengths)) <= free
+                and len(ends) * limits.shape.bytes(max(ends)) <= free
             )
 
         for other in sorted(self._prefilling, key=self._urgency):

@@ -64,7 +64,6 @@ def network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Network
     with Network(tmp_path / "network") as made:
         monkeypatch.setenv("PATH", f"{made.bin}:{os.environ['PATH']}")
         monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
-        monkeypatch.delenv("LD_PRELOAD", raising=False)  # OpenBLAS starts threads, with which nsenter cannot enter
         yield made
 
 
