@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,14 @@ def test_by_default_a_model_that_cannot_be_staged_is_sharded_where_that_works() 
     assert arranged(2, model(6, tensor=(2,))).strategy == "pipeline"
     with pytest.raises(SplitRefused, match="it is odd"):
         arranged(3, model(6, tensor=(2,), pipeline="it is odd"))
+
+
+def test_over_nccl_only_tensor_parallel_is_possible() -> None:
+    gpus = replace(local_hostfile(2), backend="nccl")
+    info = model(6, tensor=(2,))
+    assert arrange(ClusterConfig(), gpus, info).strategy == "tensor"
+    with pytest.raises(BadSetting, match="no send and receive"):
+        arrange(ClusterConfig(parallel="pipeline"), gpus, info)
 
 
 def test_hosts_of_a_hostfile_keep_their_names_and_order() -> None:

@@ -83,6 +83,7 @@ class Wire:
         monkeypatch.setattr(mx.distributed, "all_sum", lambda array, group: mx.array(total))
         monkeypatch.setattr(mx.distributed, "send", self.send)
         monkeypatch.setattr(mx.distributed, "recv", self.recv)
+        monkeypatch.setattr(mx.distributed, "all_gather", self.all_gather)
 
     def send(self, array: mx.array, target: int, group: Group) -> mx.array:
         self.pairs.append((self.rank, target))
@@ -92,6 +93,11 @@ class Wire:
     def recv(self, shape: tuple[int, ...], dtype: mx.Dtype, source: int, group: Group) -> mx.array:
         self.pairs.append((source, self.rank))
         return self.spoil(mx.arange(shape[0], dtype=dtype) * (2 * source + 3) + self.rank)
+
+    def all_gather(self, array: mx.array, group: Group) -> mx.array:
+        each = [mx.arange(array.size, dtype=array.dtype) * (2 * source + 3) + source for source in range(group.size())]
+        assert mx.array_equal(each[self.rank], array) and array.nbytes >= 1 << 20
+        return self.spoil(mx.concatenate(each))
 
 
 @pytest.mark.parametrize(
@@ -132,6 +138,15 @@ def test_data_that_arrives_changed_or_shifted_names_both_ranks(monkeypatch: pyte
     Wire(monkeypatch, 1, 0b111, spoil)
     with pytest.raises(LinkBroken, match="what rank 0 sent did not arrive at rank 1"):
         check_links(Group(1, 3), "ring")
+
+
+def test_over_nccl_which_cannot_send_every_pattern_goes_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire(monkeypatch, 1, 0b11)
+    check_links(Group(1, 2), "nccl")
+    assert wire.pairs == []
+    Wire(monkeypatch, 1, 0b11, lambda sent: mx.concatenate([sent[: sent.size // 2]] * 2))
+    with pytest.raises(LinkBroken, match="what rank 1 sent did not arrive at rank 1"):
+        check_links(Group(1, 2), "nccl")
 
 
 def test_without_other_ranks_nothing_is_sent_and_the_choice_is_ones_own() -> None:

@@ -46,9 +46,14 @@ def local_hostfile(ranks: int) -> Hostfile:
 
 
 def arrange(config: ClusterConfig, hostfile: Hostfile, info: wire.ModelInfo) -> Arrangement:
-    """Spread the model over the hosts of `hostfile`. Raises SplitRefused, with what works; BadSetting for `split`."""
+    """Spread the model over the hosts of `hostfile`. Raises SplitRefused, with what works; BadSetting where settings
+    contradict each other."""
     size = len(hostfile.hosts)
     strategy = config.parallel
+    if hostfile.backend == "nccl" and size > 1:
+        if strategy == "pipeline":
+            raise BadSetting("MLX's nccl backend has no send and receive, which a pipeline needs: --parallel tensor.")
+        strategy = "tensor"
     if strategy == "auto":
         cannot_stage = bool(info.pipeline) or size > len(info.layers)
         strategy = "tensor" if cannot_stage and not info.why_not_tensor(size) else "pipeline"
