@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import psutil
+from mlx.utils import tree_flatten
 
 from parallel import wire
 from parallel.engine import kv, sampling
@@ -27,7 +28,8 @@ RESERVE_BYTES = 1 << 30  # activations and MLX's own buffers, beside weights and
 CACHE_LIMIT_BYTES = 2 << 30  # freed buffers that MLX may hold back for reuse
 CHECKED_TOKENS = 4200  # tensor output is known to go wrong past 2,000 to 4,000 tokens in some versions
 CHECKED_CHUNK = 1024
-LARGEST_DIFFERENCE = 0.1  # in log-probability: bfloat16 rounds chunks differently, wrong output differs by far more
+LARGEST_DIFFERENCE = 0.1  # in log-probability; wrong output differs by far more
+ROUNDINGS = 128  # of the model's dtype, on top where they are more: 4 of a logit near 32, which is 1.0 in bfloat16
 SURE_MARGIN = 0.5  # between the two best logits: above it, no rounding changes the choice
 _PROBE_TOKENS = 8
 
@@ -144,18 +146,30 @@ def self_check(executor: Executor, limits: Limits, send: Callable[[wire.Step], N
         [token] = _answer(engine, prompt, 1)
         assert token.top is not None
         seen.append(dict(token.top))
-    whole, chunked = seen
-    shared = whole.keys() & chunked.keys()
-    difference = max((abs(whole[token] - chunked[token]) for token in shared), default=math.inf)
-    best, second = sorted(whole.values(), reverse=True)[:2]
-    if difference > LARGEST_DIFFERENCE or (
-        max(whole, key=whole.__getitem__) not in chunked and best - second > SURE_MARGIN
-    ):
+    difference = _apart(*seen)
+    if difference > max(LARGEST_DIFFERENCE, ROUNDINGS * _rounding(executor.model)):
         raise SelfCheckFailed(
             f"a prompt of {length} tokens gives other tokens in chunks of {CHECKED_CHUNK} than whole: "
             f"their log-probabilities differ by {difference:.3g}"
         )
     return f"a prompt of {length} tokens, whole and in chunks: log-probabilities within {difference:.2g}"
+
+
+def _apart(one: dict[int, float], other: dict[int, float]) -> float:
+    """The largest difference of the best tokens' log-probabilities, at least: what is missing on one side is no better
+    there than the last of that side."""
+
+    def beyond(mine: dict[int, float], theirs: dict[int, float]) -> float:
+        last = min(theirs.values())
+        return max(abs(mine[token] - theirs[token]) if token in theirs else mine[token] - last for token in mine)
+
+    return max(beyond(one, other), beyond(other, one))
+
+
+def _rounding(model: Any) -> float:
+    """The relative error of one operation in the coarsest dtype that the model computes in."""
+    kinds = {array.dtype for _, array in tree_flatten(model.parameters()) if mx.issubdtype(array.dtype, mx.floating)}
+    return max(float(mx.finfo(kind).eps) for kind in kinds)
 
 
 def _engine(executor: Executor, limits: Limits, send: Callable[[wire.Step], None], hurry: bool = False) -> Engine:
@@ -168,7 +182,7 @@ def _engine(executor: Executor, limits: Limits, send: Callable[[wire.Step], None
 def _answer(engine: Engine, prompt: list[int], max_tokens: int) -> list[wire.Token]:
     """What the engine says to `prompt`, and no prefix entry left of it."""
     tokens: list[wire.Token] = []
-    engine.add(wire.Submit(0, prompt, max_tokens, sampling=wire.Sampling(temperature=0.0, logprobs=5)))
+    engine.add(wire.Submit(0, prompt, max_tokens, sampling=wire.Sampling(temperature=0.0, logprobs=20)))
     while not engine.idle:
         for message in engine.step():
             if isinstance(message, wire.Tokens):
