@@ -5,20 +5,26 @@ A small child process does it: it also forwards the last words of a rank that cr
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
 import sys
+import time
 
+DRAIN_S = 1.0  # for the last words to get out, where something else still holds this process's output open
 LINE_LIMIT = 4000  # a pipe takes less than PIPE_BUF (4096 bytes on Linux) in one piece
 
 
 def label_output(rank: int) -> None:
-    """From now on, every line that this process prints begins with "[rank N] ". Call before threads start."""
+    """From now on, every line that this process prints begins with "[rank N] ". Call before threads start.
+
+    At its end this process waits until its last words are out: mlx.launch stops reading once it is gone.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     reading, writing = os.pipe()
-    if os.fork() == 0:
+    if (labeller := os.fork()) == 0:
         os.close(writing)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # it ends when the rank's last words are out
@@ -29,6 +35,21 @@ def label_output(rank: int) -> None:
     for stream in (1, 2):
         os.dup2(writing, stream)
     os.close(writing)
+    atexit.register(_drain, labeller)
+
+
+def _drain(labeller: int) -> None:
+    """Close the output and wait for the end of the process that copies it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(nowhere, number)
+    end = time.monotonic() + DRAIN_S
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(labeller, os.WNOHANG) == (0, 0) and time.monotonic() < end:
+            time.sleep(0.005)
 
 
 def _copy(source: int, label: bytes) -> None:

@@ -29,6 +29,17 @@ def test_every_line_of_both_streams_bears_the_rank() -> None:
     ]
 
 
+def test_once_the_process_is_gone_everything_is_out() -> None:
+    """mlx.launch reads no further then."""
+    for _ in range(5):
+        script = "os.write(2, b'first\\nlast words')"
+        with subprocess.Popen([sys.executable, "-c", START + script], stdout=-1, stderr=subprocess.STDOUT) as process:
+            assert process.stdout is not None
+            process.wait()
+            os.set_blocking(process.stdout.fileno(), False)
+            assert os.read(process.stdout.fileno(), 1 << 16) == b"[rank 3] first\n[rank 3] last words\n"
+
+
 def test_last_words_without_an_end_of_line_come_out() -> None:
     assert printed("os.write(2, b'abort: no memory'); os.abort()") == ["[rank 3] abort: no memory"]
 
