@@ -24,6 +24,7 @@ from cluster.ship.carry import ENVIRONMENT, Errand, File, Progress, bring
 from cluster.ship.same import Facts
 
 ROOT = ENVIRONMENT.rpartition("/")[0]
+OWN = (f"{ENVIRONMENT}/bin/python", "-I")  # nothing but what `install` has put there
 HERE = "this machine"
 SCRIPT = Path(environment.__file__)
 ASK_S = 60.0  # the first import of mlx on a cold disk
@@ -77,18 +78,21 @@ def facts_here(name: str = HERE, *, ranks: bool = True) -> Facts:
     return replace(_facts(name, done.stdout), ours=environment.ours())  # the files that run, not what is installed
 
 
-def versions(hosts: Sequence[str], *, models: Mapping[str, str] | None = None) -> list[Facts]:
+def versions(
+    hosts: Sequence[str], *, python: str | None = None, models: Mapping[str, str] | None = None
+) -> list[Facts]:
     """What the ranks' environment is on each host, and first of all here; for `same.check`.
 
-    `models` are what stands for the model's files there. Everything is "" where nothing is installed. Raises the error
-    of the first host that cannot be asked.
+    The environment is the one of the interpreter `python` on every host, None: the one that `install` makes. `models`
+    are what stands for the model's files there. Everything is "" where there is none. Raises the error of the first
+    host that cannot be asked.
     """
 
     def ask(host: str) -> Facts:
-        if host in LOCAL_NAMES:
+        if host in LOCAL_NAMES and python is None:
             return facts_here(host)
         with open_shell(host) as shell:
-            return _ask(shell)
+            return _ask(shell, (python,) if python else OWN)
 
     outcomes = on_all(list(hosts), ask)
     for outcome in outcomes:
@@ -255,14 +259,13 @@ def _survey(shell: Shell, version: str, exact: str) -> Found:
     columns = disk.split()
     free = int(columns[-3]) * 1024 if len(columns) >= 6 and columns[-3].isdigit() else 0
     link = shell.run(["readlink", ENVIRONMENT])
-    facts = _ask(shell) if link.ok else Facts(shell.name)
+    facts = _ask(shell, OWN) if link.ok else Facts(shell.name)
     return Found(shell.name, best, others, free, link.out.strip().removeprefix("env-") if link.ok else "", facts)
 
 
-def _ask(shell: Shell) -> Facts:
-    """The facts of the environment on a host; all "" where there is none."""
-    python = f"{ENVIRONMENT}/bin/python"
-    said = shell.run(streams.script(SCRIPT, [python, "-I"], "facts"), ASK_S)
+def _ask(shell: Shell, python: Sequence[str]) -> Facts:
+    """The facts of the environment of an interpreter on a host; all "" where there is none."""
+    said = shell.run(streams.script(SCRIPT, python, "facts"), ASK_S)
     return _facts(shell.name, said.out) if said.ok else Facts(shell.name, None, "", "", "", "")
 
 

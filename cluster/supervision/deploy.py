@@ -41,7 +41,6 @@ logger = logging.getLogger("cluster.deploy")
 CONTROL_PORTS = (20000, 32000)  # of rank 0; below where systems take ports from for connections
 AUTO = ("auto",)
 AGAIN_S = 5.0  # for a host that answered before to let us in; nothing is served meanwhile
-VERSIONS = ("python", "mlx", "mlx_lm", "cluster")  # of `hosts.Versions`, in the order of `same.Facts`
 
 Say = Callable[[str, int, int], None]  # phase, done, total (bytes; 0: not known)
 
@@ -247,14 +246,7 @@ def _by_hostfile(
 
 def _same_everywhere(config: ClusterConfig, hosts: Sequence[Host]) -> None:
     """Raise VersionsDiffer where the ranks would run on different systems, Pythons or packages; each one is named."""
-    if config.python is None:
-        facts = install.versions([host.ssh for host in hosts])
-    else:
-        facts = [
-            same.Facts(host.name, host.build or None, *(getattr(host.versions, name) for name in VERSIONS))
-            for host in hosts
-        ]
-    same.check(facts)
+    same.check(install.versions([host.ssh for host in hosts], python=config.python))
 
 
 def _weights(
