@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import VersionsDiffer
-from cluster.ship.same import NAMES, Facts, check, differences
+from cluster.ship.same import HERE, NAMES, Facts, check, differences
 
 A = Facts("a", "25C56", "3.13.5", "0.32.4", "0.32.2", "0123", "89ab")
 
@@ -32,6 +32,12 @@ def test_all_differences_are_told_at_once_each_with_its_remedy():
     assert len(raised.value.message.splitlines()) == 4
     assert "cluster install a b" in raised.value.hint
     assert "Software Update" in raised.value.hint and "cluster pull" in raised.value.hint
+
+
+def test_the_machine_that_installs_is_no_host_to_install_on():
+    with pytest.raises(VersionsDiffer) as raised:
+        check([Facts(HERE, ours="x"), A])
+    assert "`cluster install a` makes them equal" in raised.value.hint
 
 
 def test_only_the_last_part_of_pythons_version_may_differ_and_is_told():

@@ -21,11 +21,10 @@ from cluster.errors import ClusterError, HostNotInstallable, InstallFailed
 from cluster.macs.ssh import LOCAL_NAMES, Shell, on_all, open_shell
 from cluster.ship import environment, same, streams, wheelhouse
 from cluster.ship.carry import ENVIRONMENT, Errand, File, Progress, bring
-from cluster.ship.same import Facts
+from cluster.ship.same import HERE, Facts
 
 ROOT = ENVIRONMENT.rpartition("/")[0]
 OWN = (f"{ENVIRONMENT}/bin/python", "-I")  # nothing but what `install` has put there
-HERE = "this machine"
 SCRIPT = Path(environment.__file__)
 ASK_S = 60.0  # the first import of mlx on a cold disk
 MARGIN = 1.1  # what pip and the file system add to the bytes unpacked

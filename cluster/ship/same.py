@@ -23,7 +23,8 @@ REMEDIES = {
     "build": "System Settings > General > Software Update makes macOS equal",
     "model": "`cluster pull MODEL --verify` brings the right files",
 }
-INSTALL = "`cluster install {hosts}` makes them equal"
+INSTALL = "`cluster install {hosts}` makes them equal, for `up` without --python"
+HERE = "this machine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def check(facts: Sequence[Facts]) -> list[str]:
     if not blocking:
         return [difference.text for difference in found]
     lines = "".join(f"\n  {difference.text}" for difference in blocking)
-    hosts = list(dict.fromkeys(host for difference in blocking for host in difference.values))
+    hosts = list(dict.fromkeys(host for difference in blocking for host in difference.values if host != HERE))
     install = INSTALL.format(hosts=" ".join(hosts))
     remedies = dict.fromkeys(REMEDIES.get(difference.fact, install) for difference in blocking)
     raise VersionsDiffer(f"The hosts do not run the same:{lines}", hint=f"{'; '.join(remedies)}.")
