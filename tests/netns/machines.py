@@ -288,7 +288,8 @@ class Machine:
     def _signal_all(self, number: int) -> None:
         first = psutil.Process(self.pid)
         for process in (first, *first.children(recursive=True)):
-            process.send_signal(number)
+            with contextlib.suppress(psutil.NoSuchProcess):  # one that ended meanwhile
+                process.send_signal(number)
 
     def _write_files(self) -> None:
         """Its sshd_config, and a passwd in which root is at home in this machine's own folder."""

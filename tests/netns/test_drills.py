@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -189,7 +190,8 @@ def test_a_disk_too_small_and_one_that_fills_up(drill: Drill):
         assert code == 1 and words in output, output
         record(Found(what, told_by(output), then=f"exit code 1 after {time.monotonic() - began:.0f} s"))
         for process in processes(machine):
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         fill.wait()
         assert machine.start(["umount", "-l", str(cache)]).wait() == 0
         drill.nothing_left()
