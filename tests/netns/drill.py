@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ ERROR_S = 10.0  # an open request has its error after this
 SERVING_S = 60.0  # and new ones are answered after this
 SILENT_S = 90.0
 RETRY_S = 0.5  # as long as the API says 503
+ENDS: Counter[str] = Counter()  # how the requests of all drills ended, by `Asked.end`
 
 
 def until(condition: Callable[[], Any], wait_s: float = 60.0, what: str = "it") -> Any:
@@ -265,6 +267,7 @@ class Clients:
         self._stopping.set()
         for thread in self._threads:
             thread.join()
+        ENDS.update(one.end for one in self.asked)
         if error is None:
             assert self.count("silence") == 0, self.asked
 
