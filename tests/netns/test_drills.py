@@ -234,9 +234,8 @@ def test_another_mlx_on_one_host(drill: Drill):
 
 
 def test_a_port_that_is_taken(drill: Drill):
-    listen = (
-        f"import socket; s = socket.create_server(('{drill.boss.ip}', {PORT})); print('up', flush=True); s.accept()"
-    )
+    listen = f"import socket, time; s = socket.create_server(('{drill.boss.ip}', {PORT})); "
+    listen += "print('up', flush=True); time.sleep(900)"
     other = drill.boss.start([sys.executable, "-c", listen])
     assert other.stdout is not None and other.stdout.readline() == "up\n"
     code, output = drill.run(*drill.up("--parallel", "pipeline"), "--detach")
