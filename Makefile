@@ -29,7 +29,7 @@ types: setup-dev  ## static types
 contracts: setup-dev  ## which package may import which
 	@$(BIN)/lint-imports
 
-check: lint types contracts test  ## all of the above, as CI runs them
+check: lint types contracts test  ## lint, types, contracts and the default tests
 
 format: setup-dev  ## rewrite files in the project's format
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
