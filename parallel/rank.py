@@ -149,9 +149,10 @@ def _start_engine(plan: wire.RankPlan, control: Control) -> tuple[Engine, Execut
     folder = Path(plan.of(0).model)
     limits = warmup.set_limits(executor.model, plan, loading.context_of(folder), facts, executor.links)
     engine = warmup.make_engine(executor, limits, control.send_step)
-    if plan.size > 1 and plan.self_check:
+    if plan.size > 1 and plan.check_tokens:
         control.phase(wire.Progress(0, "checking"))
-        print(f"self-check: {warmup.self_check(executor, limits, control.send_step)}", flush=True)
+        said = warmup.self_check(executor, limits, control.send_step, plan.check_tokens)
+        print(f"self-check: {said}", flush=True)
     if limits.reuse != "any":
         kept = "where they were saved" if limits.reuse == "boundary" else "not at all"
         print(f"this model's KV caches cannot be cut: prefixes are reused {kept}", flush=True)

@@ -26,7 +26,6 @@ from parallel.group import Links
 MEMORY_SHARE = 0.75  # of a machine without Metal's recommendation; the rest is the system's and other programs'
 RESERVE_BYTES = 1 << 30  # activations and MLX's own buffers, beside weights and KV
 CACHE_LIMIT_BYTES = 2 << 30  # freed buffers that MLX may hold back for reuse
-CHECKED_TOKENS = 4200  # tensor output is known to go wrong past 2,000 to 4,000 tokens in some versions
 CHECKED_CHUNK = 1024
 LARGEST_DIFFERENCE = 0.1  # in log-probability; wrong output differs by far more
 ROUNDINGS = 128  # of the model's dtype, on top where they are more: 4 of a logit near 32, which is 1.0 in bfloat16
@@ -133,15 +132,16 @@ def make_engine(executor: Executor, limits: Limits, send: Callable[[wire.Step], 
     return engine
 
 
-def self_check(executor: Executor, limits: Limits, send: Callable[[wire.Step], None]) -> str:
-    """Prefill a long prompt whole and in chunks, and compare what comes next; says what was compared.
+def self_check(executor: Executor, limits: Limits, send: Callable[[wire.Step], None], tokens: int) -> str:
+    """Prefill a prompt of at most `tokens` tokens whole and in chunks, compare what comes next, say what was compared.
 
     Raises SelfCheckFailed.
     """
-    length = min(CHECKED_TOKENS, limits.context - 2, limits.kv_tokens - 2)
+    length = min(tokens, limits.context - 2, limits.kv_tokens - 2)
+    part = min(CHECKED_CHUNK, length // 2)
     prompt = [1 + (i * i + i // 97) % 199 for i in range(length)]
     seen = []
-    for chunk in (length, min(CHECKED_CHUNK, length // 2)):
+    for chunk in (length, part):
         engine = _engine(executor, replace(limits, chunk_tokens=chunk), send, hurry=True)
         [token] = _answer(engine, prompt, 1)
         assert token.top is not None
@@ -149,7 +149,7 @@ def self_check(executor: Executor, limits: Limits, send: Callable[[wire.Step], N
     difference = _apart(*seen)
     if difference > max(LARGEST_DIFFERENCE, ROUNDINGS * _rounding(executor.model)):
         raise SelfCheckFailed(
-            f"a prompt of {length} tokens gives other tokens in chunks of {CHECKED_CHUNK} than whole: "
+            f"a prompt of {length} tokens gives other tokens in chunks of {part} than whole: "
             f"their log-probabilities differ by {difference:.3g}"
         )
     return f"a prompt of {length} tokens, whole and in chunks: log-probabilities within {difference:.2g}"

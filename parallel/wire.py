@@ -66,7 +66,7 @@ class RankPlan(msgspec.Struct, frozen=True):
     strategy: str = "single"
     backend: str = ""
     ranks: list[RankSpec] = []
-    self_check: bool = True  # several ranks only: compare prefill in chunks and whole before Ready
+    check_tokens: int = 0  # several ranks only: so long a prompt, whole and in chunks, is compared before Ready
 
     @property
     def size(self) -> int:

@@ -54,8 +54,8 @@ def test_the_self_check_tells_wrong_logits_from_rounded_ones(
     executor = Executor(spoiled)
     limits = warmup.set_limits(model, plan, CONTEXT, [warmup.probe(model, plan)], executor.links)
     if sound:
-        said = warmup.self_check(executor, limits, lambda step: None)
+        said = warmup.self_check(executor, limits, lambda step: None, 4200)
         assert said.startswith(f"a prompt of {CONTEXT - 2} tokens, whole and in chunks: log-probabilities within ")
     else:
-        with pytest.raises(warmup.SelfCheckFailed, match="in chunks of 1024 than whole"):
-            warmup.self_check(executor, limits, lambda step: None)
+        with pytest.raises(warmup.SelfCheckFailed, match="in chunks of 199 than whole"):
+            warmup.self_check(executor, limits, lambda step: None, 4200)

@@ -41,6 +41,10 @@ logger = logging.getLogger("cluster.supervise")
 SHOWN_LOG_LINES = 12
 LIMITS = Limits()
 CLOSED = "its connection closed"  # as rank 0 says it of the others, and the connection to rank 0 of itself
+# Tensor output is known to go wrong past 2,000 to 4,000 tokens in some versions, so the first check is longer. It takes
+# minutes on a slow machine; where a lost host forces other ranks, with the same versions, users are waiting.
+CHECK_TOKENS = 4200
+CHECK_AGAIN_TOKENS = 512
 LEAKED_BYTES = 4 << 30  # less may be the system's own
 
 
@@ -80,6 +84,7 @@ class Supervisor:
         self._processes: RankProcess | LaunchedRanks | None = None
         self._arrangement: Arrangement | None = None
         self._deployment: Deployment | None = None
+        self._passed: set[tuple[str, tuple[wire.RankSpec, ...]]] = set()  # strategies and ranks that have been ready
         self._returned: set[str] = set()  # hosts that were left out and answer again
         self.warnings: list[str] = []  # what the last ranks left on their hosts
         self._watch = Watch([], limits, config.stall_timeout)
@@ -379,8 +384,16 @@ class Supervisor:
             strategy=arrangement.strategy if arrangement is not None else "single",
             backend=arrangement.backend if arrangement is not None else "",
             ranks=list(arrangement.ranks) if arrangement is not None else [],
-            self_check=config.self_check,
+            check_tokens=self._check_tokens(),
         )
+
+    def _check_tokens(self) -> int:
+        """How long a prompt the next launch checks itself with: 0 where the same ranks have passed before."""
+        if not self._config.self_check or self._arrangement is None:
+            return 0
+        if (self._arrangement.strategy, self._arrangement.ranks) in self._passed:
+            return 0
+        return CHECK_AGAIN_TOKENS if self._passed else CHECK_TOKENS
 
     # ------------------------------------------------------------ watching one life
 
@@ -479,6 +492,8 @@ class Supervisor:
         self.ready = self._watch.announced
         self.reason = ""
         self._was_ready = True
+        if self._arrangement is not None:
+            self._passed.add((self._arrangement.strategy, self._arrangement.ranks))
         self._enter("ready")
 
     def _enter(self, phase: str, progress: dict[str, Any] | None = None) -> None:

@@ -92,7 +92,8 @@ class Drill:
         """The words of `up` on all hosts; an argument that is no flag is the model."""
         words = [*settings, "--hosts", ",".join(self.hosts), "--backend", "ring"]
         words += ["--python", self.python] if self.python else []
-        return ("up", *words, "--host", self.boss.ip, "--port", str(port), "--no-self-check")
+        words += [] if "--self-check" in settings else ["--no-self-check"]
+        return ("up", *words, "--host", self.boss.ip, "--port", str(port))
 
     @contextlib.contextmanager
     def serving(self, *settings: str) -> Iterator[None]:
@@ -124,6 +125,11 @@ class Drill:
         """Whether it serves with so many ranks."""
         health = self.health()
         return health.get("status") == "ready" and len(health["ranks"]) == ranks
+
+    def self_check(self) -> str:
+        """What rank 0 of this launch said of its self-check; empty where it made none."""
+        lines = self.folders.rank_log(0).read_text().splitlines()
+        return next((line for line in lines if line.startswith("self-check: ")), "")
 
     def story(self) -> str:
         """The coordinator's log without its requests."""

@@ -91,6 +91,23 @@ def test_each_rank_killed_or_stopped(drill: Drill, strategy: str, number: signal
             record(Found(f"{number.name} of rank {rank}, {strategy}", told, error_s, serving_s, "3 ranks again"))
 
 
+def test_losses_with_the_self_check(drill: Drill):
+    """The other drills go without it; the context makes the first one a matter of seconds."""
+    settings = ("--parallel", "pipeline", "--context", "1200", "--self-check")
+    with drill.serving(*settings), Clients(drill) as clients:
+        assert drill.self_check().startswith("self-check: a prompt of 1198 tokens, whole and in chunks: ")
+        told, error_s, serving_s = lose(drill, clients, drill.rank(1).kill)
+        assert drill.ready(3)
+        assert drill.self_check() == ""
+        record(Found("SIGKILL of rank 1, with the self-check", told, error_s, serving_s, "3 ranks again"))
+        machine = drill.machine_of(2)
+        told, error_s, serving_s = lose(drill, clients, lambda: drill.network.unplug(machine))
+        assert drill.ready(2)
+        assert drill.self_check().startswith("self-check: a prompt of 512 tokens, whole and in chunks: ")
+        record(Found("link of rank 2's host down, with the self-check", told, error_s, serving_s, "2 ranks"))
+        drill.network.plug(machine)
+
+
 @strategies
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_link_down_and_up_again(drill: Drill, strategy: str, rank: int):
