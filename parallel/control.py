@@ -32,7 +32,7 @@ ALONE_S = 60.0  # how long a coordinator may be away before the rank leaves
 ALONE_EXIT_CODE = 3
 PREDECESSOR_S = 1.0  # for the connection of a coordinator that has gone to end
 TCP_RXT_CONNDROPTIME = 0x80  # of macOS's netinet/tcp.h, in seconds
-OTHERS_FIRST_S = 0.5  # before rank 0 tells of its own failure
+OTHERS_FIRST_S = 0.5  # before a rank of several tells of its own failure
 REMEMBERED_STEPS = 1 << 16  # digests kept to compare with other ranks', whose heartbeats are a second old
 
 

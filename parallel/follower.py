@@ -17,7 +17,15 @@ from pathlib import Path
 import psutil
 
 from parallel import wire
-from parallel.control import ALONE_EXIT_CODE, BEAT_S, JOIN_TIMEOUT_S, VERSION, end_with_its_link, versions
+from parallel.control import (
+    ALONE_EXIT_CODE,
+    BEAT_S,
+    JOIN_TIMEOUT_S,
+    OTHERS_FIRST_S,
+    VERSION,
+    end_with_its_link,
+    versions,
+)
 
 JOIN_PATIENCE_S = 60.0  # for rank 0 to listen
 LEAVE_S = 5.0  # for the main thread to come out of its last step
@@ -73,7 +81,11 @@ class Follower:
         self._stats = stats
 
     def fail(self, message: str) -> None:
-        """Tell the coordinator, through rank 0, why this rank ends."""
+        """Tell the coordinator, through rank 0, why this rank ends.
+
+        Where another rank is the cause, the end of its connection says so, and goes first.
+        """
+        time.sleep(OTHERS_FIRST_S)
         self._send(wire.Failed(self.rank, message))
 
     # ------------------------------------------------------------ joining

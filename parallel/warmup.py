@@ -124,11 +124,20 @@ def engine_alone(model: Any, plan: wire.RankPlan, context: int, lookahead: bool 
 
 
 def make_engine(executor: Executor, limits: Limits, send: Callable[[wire.Step], None] = lambda step: None) -> Engine:
-    """An engine that has answered once, so that kernels are compiled and the pace is known."""
+    """An engine that has answered, also several at once, so that kernels are compiled and the pace is known.
+
+    A kernel's first use takes seconds on CUDA; and prompts of unequal lengths use others than one alone.
+    """
     engine = _engine(executor, limits, send)
     room = min(limits.context, limits.kv_tokens) - 1
+
+    def request(id: int, length: int, tokens: int, temperature: float) -> wire.Submit:
+        prompt = [1 + i % 7 for i in range(min(length, room - tokens))]
+        return wire.Submit(id, prompt, tokens, sampling=wire.Sampling(temperature=temperature, top_p=0.95))
+
     for length in (SMALL_CHUNK // 2, 4 * SMALL_CHUNK):
-        _answer(engine, [1 + i % 7 for i in range(min(length, room - 8))], 8)
+        _answer(engine, request(0, length, 8, 0.0))
+    _answer(engine, *(request(i, SMALL_CHUNK // 2 + 3 * i, 2, 0.7) for i in range(min(3, limits.slots))))
     return engine
 
 
@@ -143,7 +152,7 @@ def self_check(executor: Executor, limits: Limits, send: Callable[[wire.Step], N
     seen = []
     for chunk in (length, part):
         engine = _engine(executor, replace(limits, chunk_tokens=chunk), send, hurry=True)
-        [token] = _answer(engine, prompt, 1)
+        [token] = _answer(engine, wire.Submit(0, prompt, 1, sampling=wire.Sampling(temperature=0.0, logprobs=20)))
         assert token.top is not None
         seen.append(dict(token.top))
     difference = _apart(*seen)
@@ -179,10 +188,11 @@ def _engine(executor: Executor, limits: Limits, send: Callable[[wire.Step], None
     return Engine(scheduler, executor, depth=limits.depth, ahead=1 if limits.stages > 1 else 2, send=send)
 
 
-def _answer(engine: Engine, prompt: list[int], max_tokens: int) -> list[wire.Token]:
-    """What the engine says to `prompt`, and no prefix entry left of it."""
+def _answer(engine: Engine, *requests: wire.Submit) -> list[wire.Token]:
+    """What the engine says to `requests`, all at once, and no prefix entry left of them."""
     tokens: list[wire.Token] = []
-    engine.add(wire.Submit(0, prompt, max_tokens, sampling=wire.Sampling(temperature=0.0, logprobs=20)))
+    for request in requests:
+        engine.add(request)
     while not engine.idle:
         for message in engine.step():
             if isinstance(message, wire.Tokens):

@@ -15,6 +15,7 @@ from engine_run import Said, differences, engine_for, random_mix, run_mix
 from tiny_model import build_tiny_model
 
 from parallel import wire
+from parallel.engine import executor
 from parallel.engine.kv import batchable
 from parallel.engine.loop import Engine
 from parallel.loading import load_model
@@ -87,6 +88,22 @@ def test_a_random_mix_on_a_tiny_model_answers_as_mlx_lm_does_alone(tiny: tuple[A
     said, cancelled = run_mix(engine, requests, rng)
     wrong = [w for r in requests if r.id not in cancelled for w in differences(model, r, said)]
     assert wrong == []
+
+
+@pytest.mark.parametrize("seed", range(200, 220))
+def test_a_random_mix_in_few_shapes_answers_alike(
+    tiny: tuple[Any, int], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA: rows and tokens of a prefill are rounded up."""
+    monkeypatch.setattr(executor, "few_shapes", lambda model: True)
+    test_a_random_mix_on_a_tiny_model_answers_as_mlx_lm_does_alone(tiny, seed)
+
+
+def test_shapes_of_prefill_are_rounded_up_by_a_quarter_at_most() -> None:
+    assert {executor.rounded(rows, 1)[0] for rows in range(1, 33)} == {1, 2, 4, 8, 16, 24, 32}
+    widths = [executor.rounded(1, tokens)[1] for tokens in range(1, 2049)]
+    assert all(tokens <= width <= max(tokens + 31, 1.25 * tokens) for tokens, width in enumerate(widths, start=1))
+    assert len(set(widths)) <= 32
 
 
 OFTEN = ("deepseek_v32", "qwen3_moe")  # caches of two kinds in a layer; experts

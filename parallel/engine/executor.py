@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from parallel import wire
-from parallel.engine import kv
+from parallel.engine import kv, sampling
 from parallel.engine.sampling import Sampled, Sampler
 from parallel.engine.sequence import StepResult
 from parallel.group import Links
@@ -53,6 +53,20 @@ class _Begun:
     error: str = ""
 
 
+def few_shapes(model: Any) -> bool:
+    """Whether prefill should come in few shapes: CUDA plans attention anew for each, which takes longer than the step
+    (50 to 70 ms against 10 to 40, an 8B model on an H200); and padding must be forgettable."""
+    return not sampling.on_cpu() and bool(mx.cuda.is_available()) and kv.reuse_of(model) == "any"
+
+
+def rounded(rows: int, tokens: int) -> tuple[int, int]:
+    """The next larger of few shapes: 1, 2, 4, 8, 16, 24, ... rows; 32, 64, 96, 128, 160, ... tokens, in steps of at
+    most a quarter of them."""
+    rows = 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
+    step = 1 << max(5, tokens.bit_length() - 3)
+    return rows, -(-tokens // step) * step
+
+
 class Executor:
     """All KV of this rank and the model, or its part of it, that fills it; `links` lead to the other ranks.
 
@@ -73,7 +87,8 @@ class Executor:
         self.busy_s = 0.0
         self.failed = ""
         self._mask = mask
-        self._solos: dict[int, kv.Solo] = {}
+        self._few_shapes = few_shapes(model) and self.links.first and self.links.last
+        self._solos: dict[int, kv.Solo | kv.Part] = {}
         self._lengths: dict[int, int] = {}
         self._taken: set[int] = set()  # sequences whose own cache a bucket holds by now
         self._entries: dict[int, kv.Solo] = {}
@@ -204,7 +219,8 @@ class Executor:
         for row in order.rows:
             # a source is missing only when its prefill raised; its rows have failed already and run out unread
             solo, length = self._solos.get(row.source) or kv.new_solo(self.model), self._lengths.get(row.source, 0)
-            solos.append(kv.fork(solo, length) if row.source in self._taken else solo)
+            owned = row.source in self._taken and not isinstance(solo, kv.Part)
+            solos.append(kv.fork(solo, length) if owned else solo)
             lengths.append(length)
             self._taken.add(row.source)
             decoding.rows[row.seq] = row
@@ -241,17 +257,26 @@ class Executor:
         return out
 
     def _prefill(self, step: wire.Step, begun: _Begun) -> None:
-        solos = [self._solos[chunk.seq] for chunk in step.chunks]
-        lengths = [step.start + len(chunk.tokens) for chunk in step.chunks]
-        rows, width = step.shape
-        together = solos[0] if rows == 1 else kv.stack(self.model, solos, step.start)
-        padded = [chunk.tokens + [0] * (width - len(chunk.tokens)) for chunk in step.chunks]
-        self._forward(begun, lambda: mx.array(padded), step.shape, together)
-        if rows > 1:
-            kv.unstack(together, solos, lengths)
-        for chunk, length, solo in zip(step.chunks, lengths, solos, strict=True):
-            self._lengths[chunk.seq] = length
-            begun.wait += kv.arrays(solo)
+        solos = [self._alone(chunk.seq) for chunk in step.chunks]
+        rows, width = rounded(*step.shape) if self._few_shapes else step.shape
+        spare = rows - len(solos)
+        caches = solos[0] if rows == 1 else kv.stack(self.model, solos + solos[:1] * spare, step.start)
+        padded = [chunk.tokens + [0] * (width - len(chunk.tokens)) for chunk in step.chunks] + [[0] * width] * spare
+        self._forward(begun, lambda: mx.array(padded), (rows, width), caches)
+        begun.wait += kv.arrays(caches)
+        for i, chunk in enumerate(step.chunks):
+            length = self._lengths[chunk.seq] = step.start + len(chunk.tokens)
+            if rows > 1:
+                self._solos[chunk.seq] = kv.Part(caches, i, length)
+            elif width > len(chunk.tokens):
+                kv.cut(caches, length)
+
+    def _alone(self, seq: int) -> kv.Solo:
+        """The caches of a sequence in prefill, that this may change."""
+        source = self._solos[seq]
+        if isinstance(source, kv.Part):
+            source = self._solos[seq] = kv.fork(source, source.length)
+        return source
 
     def _decode(self, step: wire.Step, begun: _Begun) -> None:
         decoding = self._buckets[step.bucket]

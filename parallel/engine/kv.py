@@ -1,8 +1,9 @@
 """The KV of sequences and buckets on mlx-lm's caches; nothing else touches those.
 
-A sequence in prefill owns a `Solo`, mlx-lm's caches for one sequence. A bucket of one row simply keeps that; from two
-rows on it holds left-padded batch caches: `SlotKVCache` for plain KV, mlx-lm's own for the other kinds. Lengths and
-paddings are known on the host throughout: reading them back from the device would wait for everything queued there.
+A sequence in prefill owns a `Solo`, mlx-lm's caches for one sequence, or a `Part` of what several filled together. A
+bucket of one row simply keeps a solo; from two rows on it holds left-padded batch caches: `SlotKVCache` for plain KV,
+mlx-lm's own for the other kinds. Lengths and paddings are known on the host throughout: reading them back from the
+device would wait for everything queued there.
 
 Whatever is shared (a prefix entry and the sequences that started from it) is shared as slices: MLX arrays are values,
 and an in-place update copies a buffer that somebody else still refers to.
@@ -12,7 +13,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
@@ -25,38 +29,50 @@ from parallel.engine.slots import SlotKVCache
 Solo = list[Any]  # one mlx-lm cache per layer
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The first `length` tokens of row `row` of `batch`, plain KV [B, ...] that several sequences filled together.
+
+    It is only read, and keeps all of `batch` alive.
+    """
+
+    batch: Solo
+    row: int
+    length: int
+
+
 def new_solo(model: Any) -> Solo:
     """Empty caches for one sequence."""
     solo: Solo = make_prompt_cache(model)
     return solo
 
 
-def fork(solo: Solo, length: int) -> Solo:
-    """Caches that hold the first `length` tokens of `solo` and may be changed without changing it.
+def fork(source: Solo | Part, length: int) -> Solo:
+    """Caches that hold the first `length` tokens of `source` and may be changed without changing it.
 
-    For caches that cannot be cut, `length` must be all that `solo` holds.
+    For caches that cannot be cut, `length` must be all that `source` holds. A `Part` is copied.
     """
-    return [_fork(cache, length) for cache in solo]
+    if isinstance(source, Part):
+        return [_copy(cache, source.row, length) for cache in source.batch]
+    return [_fork(cache, length) for cache in source]
+
+
+def cut(solo: Solo, length: int) -> None:
+    """Forget all but the first `length` tokens of plain KV."""
+    for leaf in _leaves(solo):
+        leaf.offset = length
 
 
 def stack(model: Any, solos: list[Solo], length: int) -> Solo:
     """Caches of one batch [B, ...] that hold the first `length` tokens of each of `solos`; plain KV only."""
     batch = new_solo(model)
+    if not length:
+        return batch
     for leaf, rows in zip(_leaves(batch), zip(*map(_leaves, solos), strict=True), strict=True):
-        if length:
-            leaf.keys = mx.concatenate([row.keys[..., :length, :] for row in rows])
-            leaf.values = mx.concatenate([row.values[..., :length, :] for row in rows])
+        leaf.keys = mx.concatenate([row.keys[..., :length, :] for row in rows])
+        leaf.values = mx.concatenate([row.values[..., :length, :] for row in rows])
         leaf.offset = length
     return batch
-
-
-def unstack(batch: Solo, solos: list[Solo], lengths: list[int]) -> None:
-    """Give each of `solos` its row of `batch`, `lengths` tokens of it, as copies: then the batch need not stay."""
-    for leaf, rows in zip(_leaves(batch), zip(*map(_leaves, solos), strict=True), strict=True):
-        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            row.keys = mx.contiguous(leaf.keys[i : i + 1, :, :length])
-            row.values = mx.contiguous(leaf.values[i : i + 1, :, :length])
-            row.offset = length
 
 
 def _fork(cache: Any, length: int) -> Any:
@@ -72,6 +88,16 @@ def _fork(cache: Any, length: int) -> Any:
     elif getattr(cache, "keys", None) is not None:
         twin.keys, twin.values = cache.keys[...], cache.values[...]
     return twin
+
+
+def _copy(cache: Any, row: int, length: int) -> Any:
+    """The first `length` tokens of one row of plain KV [B, ...], as a copy: then the others need not stay."""
+    if isinstance(cache, CacheList):
+        return CacheList(*(_copy(child, row, length) for child in cache.caches))
+    alone = KVCache()
+    alone.keys, alone.values = (mx.contiguous(a[row : row + 1, :, :length]) for a in (cache.keys, cache.values))
+    alone.offset = length
+    return alone
 
 
 def arrays(caches: Solo) -> list[mx.array]:
@@ -122,13 +148,15 @@ class Bucket:
         self.caches: Solo = []
         self._batched = False
 
-    def join(self, rows: list[int], solos: list[Solo], lengths: list[int]) -> None:
-        """Append `rows`; `solos` become the bucket's."""
+    def join(self, rows: list[int], sources: list[Solo | Part], lengths: list[int]) -> None:
+        """Append `rows`; `sources` become the bucket's, but a `Part` is copied."""
         if not self.rows and len(rows) == 1:
-            self.caches, self._batched = solos[0], False
+            alone = sources[0]
+            self.caches = fork(alone, lengths[0]) if isinstance(alone, Part) else alone
+            self._batched = False
         else:
             self._batch()
-            self._append(solos, self.lengths + lengths)
+            self._append(sources, self.lengths + lengths)
         self.rows += rows
         self.lengths += lengths
 
@@ -185,34 +213,71 @@ class Bucket:
                 self._append([alone], self.lengths)
             self._batched = True
 
-    def _append(self, solos: list[Solo], lengths: list[int]) -> None:
-        layers = [list(layer) for layer in zip(*solos, strict=True)]
+    def _append(self, sources: Sequence[Solo | Part], lengths: list[int]) -> None:
+        blocks = _blocks(sources, lengths[len(lengths) - len(sources) :])
+        layers = [list(layer) for layer in zip(*(block.batch for block in blocks), strict=True)]
         capacity = rows_capacity(len(lengths))
         if not self.caches:
-            self.caches = [_merge(layer, lengths, capacity) for layer in layers]
+            self.caches = [_merge(layer, blocks, lengths, capacity) for layer in layers]
         else:
             for cache, layer in zip(self.caches, layers, strict=True):
-                _insert(cache, layer, lengths, capacity)
+                _insert(cache, layer, blocks, lengths, capacity)
 
 
-def _merge(layer: list[Any], lengths: list[int], capacity: int) -> Any:
-    """One batched cache from the caches of one layer."""
+@dataclass(frozen=True)
+class _Block:
+    """Sequences that join a bucket in one go: the rows of `batch` that hold them, from the first column on."""
+
+    batch: Solo
+    rows: list[int]
+    lengths: list[int]
+
+    @cached_property
+    def _columns(self) -> mx.array:
+        """Where each column comes from [rows, 1, longest, 1], so that all rows end in the last; padding is any."""
+        starts = mx.array(self.lengths)[:, None] - max(self.lengths)
+        return mx.maximum(starts + mx.arange(max(self.lengths)), 0)[:, None, :, None]
+
+    def aligned(self, cache: KVCache) -> tuple[mx.array, mx.array] | None:
+        """Keys and values [rows, heads, longest, dim] of `cache`, right-aligned; None before the first token."""
+        return None if cache.keys is None else (self._aligned(cache.keys), self._aligned(cache.values))
+
+    def _aligned(self, array: mx.array) -> mx.array:
+        count, longest = len(self.rows), max(self.lengths)
+        picked = array[:count] if self.rows == list(range(count)) else array[mx.array(self.rows)]
+        if len(set(self.lengths)) == 1:
+            return picked[:, :, :longest]
+        return mx.take_along_axis(picked, self._columns, axis=2)
+
+
+def _blocks(sources: Sequence[Solo | Part], lengths: list[int]) -> list[_Block]:
+    """`sources` in their order; parts of the same batch that follow each other go together."""
+    blocks = []
+    places = [(s.batch, s.row) if isinstance(s, Part) else (s, 0) for s in sources]
+    for _, group in groupby(zip(places, lengths, strict=True), key=lambda one: id(one[0][0])):
+        members = list(group)
+        blocks.append(_Block(members[0][0][0], [row for (_, row), _ in members], [length for _, length in members]))
+    return blocks
+
+
+def _merge(layer: list[Any], blocks: list[_Block], lengths: list[int], capacity: int) -> Any:
+    """One batched cache from the blocks' caches of one layer."""
     if isinstance(layer[0], CacheList):
         children = zip(*(cache.caches for cache in layer), strict=True)
-        return CacheList(*(_merge(list(child), lengths, capacity) for child in children))
+        return CacheList(*(_merge(list(child), blocks, lengths, capacity) for child in children))
     if isinstance(layer[0], KVCache):
         batch = SlotKVCache()
-        batch.insert(layer, lengths, capacity)
+        _insert(batch, layer, blocks, lengths, capacity)
         return batch
     return layer[0].merge(layer)
 
 
-def _insert(cache: Any, layer: list[Any], lengths: list[int], capacity: int) -> None:
+def _insert(cache: Any, layer: list[Any], blocks: list[_Block], lengths: list[int], capacity: int) -> None:
     if isinstance(cache, CacheList):
         for child, rows in zip(cache.caches, zip(*(c.caches for c in layer), strict=True), strict=True):
-            _insert(child, list(rows), lengths, capacity)
+            _insert(child, list(rows), blocks, lengths, capacity)
     elif isinstance(cache, SlotKVCache):
-        cache.insert(layer, lengths, capacity)
+        cache.insert([b.aligned(leaf) for b, leaf in zip(blocks, layer, strict=True)], lengths, capacity)
     else:
         cache.extend(layer[0].merge(layer))
 
@@ -223,8 +288,7 @@ def _extend(cache: Any, other: Any, lengths: list[int], capacity: int) -> None:
         for child, more in zip(cache.caches, other.caches, strict=True):
             _extend(child, more, lengths, capacity)
     elif isinstance(cache, SlotKVCache):
-        joining = lengths[cache.count :]
-        cache.insert([other.row(i, n, n) for i, n in enumerate(joining)], lengths, capacity)
+        cache.insert([other.aligned(max(lengths[cache.count :]))], lengths, capacity)
     else:
         cache.extend(other)
 

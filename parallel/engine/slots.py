@@ -56,22 +56,31 @@ class SlotKVCache(BatchKVCache):
         """All columns of all rows."""
         return self.keys[: self.count, :, : self._idx], self.values[: self.count, :, : self._idx]
 
-    def insert(self, rows: list[KVCache], lengths: list[int], capacity: int) -> None:
-        """Append `rows`; `lengths` are those of all rows then. Room for `capacity` rows is made where it is missing."""
+    def insert(self, blocks: list[tuple[mx.array, mx.array] | None], lengths: list[int], capacity: int) -> None:
+        """Append rows; `lengths` are those of all rows then. Room for `capacity` rows is made where it is missing.
+
+        A block is keys and values [n, heads, columns, dim] of n rows that end in its last column, or None for rows that
+        have no token yet; they are all that join.
+        """
         joining = lengths[self.count :]
         shift = max(0, *joining) - self._idx if joining else 0
-        first = next((row for row in rows if row.keys is not None), None)
+        first = next((block for block in blocks if block is not None), None)
         if self.keys is None:
             self._idx = max(0, self._idx + shift)
             if first is not None:
-                self._allocate(capacity, self._idx, first.keys, first.values)
+                self._allocate(capacity, self._idx, *first)
         elif shift > 0 or len(lengths) > self.keys.shape[0]:
             self._move(max(capacity, len(lengths)), max(0, shift))
-        for i, (row, length) in enumerate(zip(rows, joining, strict=True), start=self.count):
-            if row.keys is not None:
-                columns = slice(self._idx - length, self._idx)
-                self.keys[i : i + 1, :, columns] = row.keys[..., :length, :]
-                self.values[i : i + 1, :, columns] = row.values[..., :length, :]
+        row = self.count
+        for block in blocks:
+            if block is None:
+                row += 1
+                continue
+            keys, values = block
+            columns = slice(self._idx - keys.shape[2], self._idx)
+            self.keys[row : row + keys.shape[0], :, columns] = keys
+            self.values[row : row + keys.shape[0], :, columns] = values
+            row += keys.shape[0]
         self._known(lengths)
 
     def remove(self, gaps: list[tuple[int, int]], lengths: list[int]) -> None:
@@ -84,6 +93,13 @@ class SlotKVCache(BatchKVCache):
             if self._idx - max(lengths) >= GRAIN:  # the longest rows left: what they alone needed goes
                 self._move(self.keys.shape[0], max(lengths) - self._idx)
         self._known(lengths)
+
+    def aligned(self, longest: int) -> tuple[mx.array, mx.array] | None:
+        """Keys and values of all rows, the last `longest` columns of them: a block for `insert`."""
+        if self.keys is None:
+            return None
+        columns = slice(self._idx - longest, self._idx)
+        return self.keys[: self.count, :, columns], self.values[: self.count, :, columns]
 
     def row(self, index: int, length: int, of: int) -> KVCache:
         """The first `length` tokens of row `index`, which holds `of`, as views."""

@@ -126,10 +126,10 @@ class Drill:
         health = self.health()
         return health.get("status") == "ready" and len(health["ranks"]) == ranks
 
-    def self_check(self) -> str:
-        """What rank 0 of this launch said of its self-check; empty where it made none."""
+    def self_checks(self) -> list[str]:
+        """What rank 0 of this launch said of its self-check, if it made one."""
         lines = self.folders.rank_log(0).read_text().splitlines()
-        return next((line for line in lines if line.startswith("self-check: ")), "")
+        return [line for line in lines if line.startswith("self-check: ")]
 
     def story(self) -> str:
         """The coordinator's log without its requests."""

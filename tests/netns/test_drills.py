@@ -95,15 +95,17 @@ def test_losses_with_the_self_check(drill: Drill):
     """The other drills go without it; the context makes the first one a matter of seconds."""
     settings = ("--parallel", "pipeline", "--context", "1200", "--self-check")
     with drill.serving(*settings), Clients(drill) as clients:
-        assert drill.self_check().startswith("self-check: a prompt of 1198 tokens, whole and in chunks: ")
+        (said,) = until(drill.self_checks, 5, "the self-check")
+        assert said.startswith("self-check: a prompt of 1198 tokens, whole and in chunks: ")
         told, error_s, serving_s = lose(drill, clients, drill.rank(1).kill)
         assert drill.ready(3)
-        assert drill.self_check() == ""
+        assert drill.self_checks() == []
         record(Found("SIGKILL of rank 1, with the self-check", told, error_s, serving_s, "3 ranks again"))
         machine = drill.machine_of(2)
         told, error_s, serving_s = lose(drill, clients, lambda: drill.network.unplug(machine))
         assert drill.ready(2)
-        assert drill.self_check().startswith("self-check: a prompt of 512 tokens, whole and in chunks: ")
+        (said,) = until(drill.self_checks, 5, "the self-check")
+        assert said.startswith("self-check: a prompt of 512 tokens, whole and in chunks: ")
         record(Found("link of rank 2's host down, with the self-check", told, error_s, serving_s, "2 ranks"))
         drill.network.plug(machine)
 
