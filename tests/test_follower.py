@@ -141,6 +141,15 @@ def test_what_a_rank_says_of_its_failure_reaches_the_coordinator(star: Star) -> 
     assert star.told(wire.Failed) == wire.Failed(1, "no memory")
 
 
+def test_a_rank_that_fails_because_another_ended_tells_it_after_that_end(star: Star) -> None:
+    cause = star.follow("stuck", 2)
+    star.told(wire.Joined, lambda message: message.rank == 2)
+    assert line(star.follow("fails", 1)) == "joined"
+    cause.kill()
+    heard: list[wire.Message] = [star.coordinator.until((wire.Lost, wire.Failed)) for _ in range(2)]  # type: ignore[arg-type]
+    assert heard == [wire.Lost(2, "its connection closed"), wire.Failed(1, "no memory")]
+
+
 def test_the_end_of_a_ranks_process_is_told(star: Star) -> None:
     rank = star.follow("stuck", 2)
     star.told(wire.Joined, lambda message: message.rank == 2)
