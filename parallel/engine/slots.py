@@ -59,8 +59,8 @@ class SlotKVCache(BatchKVCache):
     def insert(self, blocks: list[tuple[mx.array, mx.array] | None], lengths: list[int], capacity: int) -> None:
         """Append rows; `lengths` are those of all rows then. Room for `capacity` rows is made where it is missing.
 
-        A block is keys and values [n, heads, columns, dim] of n rows that end in its last column, or None for rows that
-        have no token yet; they are all that join.
+        A block is keys and values [n, heads, columns, dim] of n rows that end in its last column, or None for a row, or
+        all that join, without a token yet.
         """
         joining = lengths[self.count :]
         shift = max(0, *joining) - self._idx if joining else 0
