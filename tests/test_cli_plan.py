@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hub_stand_in
+import huggingface_hub
 import pytest
 from hub_stand_in import Hub
 from huggingface_hub import constants
@@ -16,7 +17,7 @@ from shapes import KIMI, MISTRAL, NAMES, SHAPES
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.errors import BadSetting, ClusterError, NoPlan, NoSuchModel, NotAModelFolder, NotMlxFormat
+from cluster.errors import BadSetting, ClusterError, HubUnreachable, NoPlan, NoSuchModel, NotAModelFolder, NotMlxFormat
 from cluster.ship import weights
 
 
@@ -89,6 +90,16 @@ def test_of_a_repository_only_the_config_is_fetched(hub: Hub):
     source = weights.config_only("anna/large")
     assert source.read_bytes() == config
     assert hub.bodies() == ["config.json"]
+
+
+def test_a_hub_that_is_gone_is_asked_once_and_the_cached_config_taken(hub: Hub, monkeypatch):
+    hub.repositories["anna/large"] = {"config.json": b"{}", "model.safetensors": b"x" * 1000}
+    cached = weights.config_only("anna/large")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", pytest.fail)  # it would try again for half a minute
+    assert weights.config_only("anna/large") == cached
+    with pytest.raises(HubUnreachable, match="anna/other is not complete in the local cache"):
+        weights.config_only("anna/other")
 
 
 def test_a_repository_without_a_config_is_no_model(hub: Hub):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cluster.errors import (
     ClusterError,
@@ -30,6 +30,9 @@ from cluster.errors import (
 )
 from cluster.ship import demo
 from cluster.ship.downloads import Progress, check_disk
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelInfo
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 LM_STUDIO = (".lmstudio/models", ".cache/lm-studio/models")  # under the home folder: PUBLISHER/MODEL
@@ -232,20 +235,38 @@ def _refusals(repository: str) -> Iterator[None]:
         raise _unreachable(repository, error) from error
 
 
+class _HubSilent(Exception):
+    """The Hub gives no answer; the message says why."""
+
+
+def _ask(repository: str) -> ModelInfo:
+    """What the Hub knows of a repository, asked once: a download of a file would try again for half a minute.
+
+    Raises _HubSilent, and what `_refusals` translates.
+    """
+    import httpx2
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    try:
+        return HfApi().model_info(repository, files_metadata=True, timeout=HUB_TIMEOUT_S)
+    except (RepositoryNotFoundError, HFValidationError):
+        raise
+    except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
+        raise _HubSilent(_first_line(error)) from error
+
+
 def _download(repository: str, progress: Progress) -> Path:
     """The repository's snapshot folder in huggingface_hub's cache; complete files are never fetched twice."""
     import httpx2
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub import snapshot_download
 
     try:
         with _refusals(repository):
             try:
-                info = HfApi().model_info(repository, files_metadata=True, timeout=HUB_TIMEOUT_S)
-            except (RepositoryNotFoundError, HFValidationError):
-                raise
-            except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
-                return _from_cache(repository, error)
+                info = _ask(repository)
+            except _HubSilent as silent:
+                return _from_cache(repository, silent)
             sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
             done, total = _room_for(repository, str(info.sha), sizes)
             label = f"Downloading {repository}"
@@ -268,17 +289,29 @@ def _fetch_config(repository: str) -> Path:
 
     try:
         with _refusals(repository):
+            try:
+                _ask(repository)
+            except _HubSilent as silent:
+                cached = try_to_load_from_cache(repository, "config.json")
+                if not isinstance(cached, str):
+                    raise _unreachable(repository, silent) from silent
+                return _snapshot_or(Path(cached))
             path = Path(hf_hub_download(repository, "config.json", etag_timeout=HUB_TIMEOUT_S))
     except EntryNotFoundError as error:
         raise NotAModelFolder(f"{repository} has no config.json, so it is not a model in MLX format.") from error
     if not isinstance(try_to_load_from_cache(repository, "hf_quant_config.json"), str):
         with contextlib.suppress(EntryNotFoundError, OSError):  # only some exports have it
             hf_hub_download(repository, "hf_quant_config.json", etag_timeout=HUB_TIMEOUT_S)
+    return _snapshot_or(path)
+
+
+def _snapshot_or(config: Path) -> Path:
+    """The folder of this config.json if it is a whole model, else the file."""
     try:
-        check_folder(path.parent)
+        check_folder(config.parent)
     except ClusterError:
-        return path
-    return path.parent
+        return config
+    return config.parent
 
 
 def _gated(repository: str) -> RepositoryGated:
