@@ -130,7 +130,8 @@ def test_a_link_down_and_up_again(drill: Drill, strategy: str, rank: int):
         assert drill.ready(3)
         clients.served_after(time.monotonic())
         drill.only_this_launch()
-    then = f"{ranks} ranks; back in `status` {back_s:.0f} s after the link, and 3 ranks again with `cluster up`"
+    left = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    then = f"{left}; back in `status` {back_s:.0f} s after the link, and 3 ranks again with `cluster up`"
     record(Found(f"link of rank {rank}'s host down, {strategy}", told, error_s, serving_s, then))
 
 
