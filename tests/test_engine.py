@@ -90,7 +90,7 @@ def test_a_random_mix_on_a_tiny_model_answers_as_mlx_lm_does_alone(tiny: tuple[A
     assert wrong == []
 
 
-@pytest.mark.parametrize("seed", range(200, 220))
+@pytest.mark.parametrize("seed", range(200, 206))
 def test_a_random_mix_in_few_shapes_answers_alike(
     tiny: tuple[Any, int], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
