@@ -56,12 +56,12 @@ class Peer:
     def read(self) -> wire.Message | None:
         return wire.read_frame(self.socket)
 
-    def until(self, kind: type[T]) -> T:
-        """The next message of `kind`; others are passed over."""
+    def until(self, *kinds: type[T]) -> T:
+        """The next message of one of `kinds`; others are passed over."""
         while (message := self.read()) is not None:
-            if isinstance(message, kind):
+            if isinstance(message, kinds):
                 return message
-        raise AssertionError(f"closed before a {kind.__name__}")
+        raise AssertionError(f"closed before a {' or '.join(kind.__name__ for kind in kinds)}")
 
     def close(self) -> None:
         self.socket.close()

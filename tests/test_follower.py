@@ -146,7 +146,7 @@ def test_a_rank_that_fails_because_another_ended_tells_it_after_that_end(star: S
     star.told(wire.Joined, lambda message: message.rank == 2)
     assert line(star.follow("fails", 1)) == "joined"
     cause.kill()
-    heard: list[wire.Message] = [star.coordinator.until((wire.Lost, wire.Failed)) for _ in range(2)]  # type: ignore[arg-type]
+    heard = [star.coordinator.until(wire.Lost, wire.Failed) for _ in range(2)]
     assert heard == [wire.Lost(2, "its connection closed"), wire.Failed(1, "no memory")]
 
 

@@ -287,31 +287,31 @@ def _fetch_config(repository: str) -> Path:
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError
 
-    try:
-        with _refusals(repository):
-            try:
-                _ask(repository)
-            except _HubSilent as silent:
-                cached = try_to_load_from_cache(repository, "config.json")
-                if not isinstance(cached, str):
-                    raise _unreachable(repository, silent) from silent
-                return _snapshot_or(Path(cached))
-            path = Path(hf_hub_download(repository, "config.json", etag_timeout=HUB_TIMEOUT_S))
-    except EntryNotFoundError as error:
-        raise NotAModelFolder(f"{repository} has no config.json, so it is not a model in MLX format.") from error
-    if not isinstance(try_to_load_from_cache(repository, "hf_quant_config.json"), str):
-        with contextlib.suppress(EntryNotFoundError, OSError):  # only some exports have it
-            hf_hub_download(repository, "hf_quant_config.json", etag_timeout=HUB_TIMEOUT_S)
-    return _snapshot_or(path)
-
-
-def _snapshot_or(config: Path) -> Path:
-    """The folder of this config.json if it is a whole model, else the file."""
+    with _refusals(repository):
+        try:
+            info = _ask(repository)
+        except _HubSilent as silent:
+            cached = try_to_load_from_cache(repository, "config.json")
+            if not isinstance(cached, str):
+                raise _unreachable(repository, silent) from silent
+            config = Path(cached)
+        else:
+            names = {sibling.rfilename for sibling in info.siblings or []}
+            if "config.json" not in names:
+                raise _no_config(repository)
+            config = Path(hf_hub_download(repository, "config.json", etag_timeout=HUB_TIMEOUT_S))
+            if "hf_quant_config.json" in names:  # only some exports have it
+                with contextlib.suppress(EntryNotFoundError, OSError):
+                    hf_hub_download(repository, "hf_quant_config.json", etag_timeout=HUB_TIMEOUT_S)
     try:
         check_folder(config.parent)
     except ClusterError:
         return config
     return config.parent
+
+
+def _no_config(repository: str) -> NotAModelFolder:
+    return NotAModelFolder(f"{repository} has no config.json, so it is not a model in MLX format.")
 
 
 def _gated(repository: str) -> RepositoryGated:
@@ -355,7 +355,7 @@ def _room_for(repository: str, revision: str, sizes: dict[str, int]) -> tuple[in
     if not any(fnmatch(name, "model*.safetensors") for name in wanted):
         raise _wrong_format(repository, sizes)
     if "config.json" not in wanted:
-        raise NotAModelFolder(f"{repository} has no config.json, so it is not a model in MLX format.")
+        raise _no_config(repository)
     cached = sum(
         size
         for name, size in wanted.items()

@@ -29,6 +29,11 @@ class Arrangement:
     ranks: tuple[wire.RankSpec, ...]
 
     @property
+    def layout(self) -> tuple[str, tuple[wire.RankSpec, ...]]:
+        """What is equal when the same hosts hold the same layers again, whatever their ports."""
+        return self.strategy, self.ranks
+
+    @property
     def local(self) -> bool:
         """Whether all ranks are on this machine."""
         return all(host.ssh == LOOPBACK for host in self.hostfile.hosts)

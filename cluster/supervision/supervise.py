@@ -84,7 +84,7 @@ class Supervisor:
         self._processes: RankProcess | LaunchedRanks | None = None
         self._arrangement: Arrangement | None = None
         self._deployment: Deployment | None = None
-        self._passed: set[tuple[str, tuple[wire.RankSpec, ...]]] = set()  # strategies and ranks that have been ready
+        self._passed: set[tuple[str, tuple[wire.RankSpec, ...]]] = set()  # layouts that have been ready
         self._returned: set[str] = set()  # hosts that were left out and answer again
         self.warnings: list[str] = []  # what the last ranks left on their hosts
         self._watch = Watch([], limits, config.stall_timeout)
@@ -389,9 +389,8 @@ class Supervisor:
 
     def _check_tokens(self) -> int:
         """How long a prompt the next launch checks itself with: 0 where the same ranks have passed before."""
-        if not self._config.self_check or self._arrangement is None:
-            return 0
-        if (self._arrangement.strategy, self._arrangement.ranks) in self._passed:
+        arrangement = self._arrangement
+        if not self._config.self_check or arrangement is None or arrangement.layout in self._passed:
             return 0
         return CHECK_AGAIN_TOKENS if self._passed else CHECK_TOKENS
 
@@ -493,7 +492,7 @@ class Supervisor:
         self.reason = ""
         self._was_ready = True
         if self._arrangement is not None:
-            self._passed.add((self._arrangement.strategy, self._arrangement.ranks))
+            self._passed.add(self._arrangement.layout)
         self._enter("ready")
 
     def _enter(self, phase: str, progress: dict[str, Any] | None = None) -> None:

@@ -219,10 +219,10 @@ class Executor:
         for row in order.rows:
             # a source is missing only when its prefill raised; its rows have failed already and run out unread
             solo, length = self._solos.get(row.source) or kv.new_solo(self.model), self._lengths.get(row.source, 0)
-            owned = row.source in self._taken and not isinstance(solo, kv.Part)
-            solos.append(kv.fork(solo, length) if owned else solo)
+            solos.append(kv.fork(solo, length) if row.source in self._taken else solo)
             lengths.append(length)
-            self._taken.add(row.source)
+            if not isinstance(solo, kv.Part):
+                self._taken.add(row.source)
             decoding.rows[row.seq] = row
         decoding.kv.join([row.seq for row in order.rows], solos, lengths)
         self._rebuild(decoding)
@@ -267,7 +267,7 @@ class Executor:
         for i, chunk in enumerate(step.chunks):
             length = self._lengths[chunk.seq] = step.start + len(chunk.tokens)
             if rows > 1:
-                self._solos[chunk.seq] = kv.Part(caches, i, length)
+                self._solos[chunk.seq] = kv.Part(caches, i)
             elif width > len(chunk.tokens):
                 kv.cut(caches, length)
 
@@ -275,7 +275,7 @@ class Executor:
         """The caches of a sequence in prefill, that this may change."""
         source = self._solos[seq]
         if isinstance(source, kv.Part):
-            source = self._solos[seq] = kv.fork(source, source.length)
+            source = self._solos[seq] = kv.fork(source, self._lengths[seq])
         return source
 
     def _decode(self, step: wire.Step, begun: _Begun) -> None:

@@ -31,14 +31,13 @@ Solo = list[Any]  # one mlx-lm cache per layer
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The first `length` tokens of row `row` of `batch`, plain KV [B, ...] that several sequences filled together.
+    """Row `row` of `batch`, plain KV [B, ...] that several sequences filled together; it begins in the first column.
 
-    It is only read, and keeps all of `batch` alive.
+    The batch is only read, and stays alive as long as any of its parts.
     """
 
     batch: Solo
     row: int
-    length: int
 
 
 def new_solo(model: Any) -> Solo:
@@ -90,12 +89,16 @@ def _fork(cache: Any, length: int) -> Any:
     return twin
 
 
-def _copy(cache: Any, row: int, length: int) -> Any:
-    """The first `length` tokens of one row of plain KV [B, ...], as a copy: then the others need not stay."""
+def _copy(cache: Any, row: int, length: int, of: int | None = None) -> Any:
+    """The first `length` tokens of one row of plain KV [B, ...], as a copy: then the others need not stay.
+
+    `of`: how many tokens the row holds, where it ends in the last column rather than begins in the first.
+    """
     if isinstance(cache, CacheList):
-        return CacheList(*(_copy(child, row, length) for child in cache.caches))
-    alone = KVCache()
-    alone.keys, alone.values = (mx.contiguous(a[row : row + 1, :, :length]) for a in (cache.keys, cache.values))
+        return CacheList(*(_copy(child, row, length, of) for child in cache.caches))
+    start = 0 if of is None else cache.start(of)
+    alone, columns = KVCache(), slice(start, start + length)
+    alone.keys, alone.values = (mx.contiguous(a[row : row + 1, :, columns]) for a in (cache.keys, cache.values))
     alone.offset = length
     return alone
 
@@ -195,7 +198,7 @@ class Bucket:
         if not self._batched:
             return fork(self.caches, length)
         i = self.rows.index(row)
-        return [_extract(cache, i, length, self.lengths[i]) for cache in self.caches]
+        return [_copy(cache, i, length, self.lengths[i]) for cache in self.caches]
 
     def advance(self) -> None:
         """Every row is about to get one token more."""
@@ -301,11 +304,3 @@ def _drop(cache: Any, gaps: list[tuple[int, int]], order: list[int], lengths: li
         cache.remove(gaps, lengths)
     else:
         cache.filter(mx.array(order))
-
-
-def _extract(cache: Any, row: int, length: int, of: int) -> Any:
-    if isinstance(cache, CacheList):
-        return CacheList(*(_extract(child, row, length, of) for child in cache.caches))
-    alone = cache.row(row, length, of)
-    alone.keys, alone.values = mx.contiguous(alone.keys), mx.contiguous(alone.values)
-    return alone

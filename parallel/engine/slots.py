@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx_lm.models.cache import BatchKVCache
 
 GRAIN = 256  # columns that the batch grows by, as mlx-lm's caches do
 
@@ -77,7 +77,7 @@ class SlotKVCache(BatchKVCache):
                 row += 1
                 continue
             keys, values = block
-            columns = slice(self._idx - keys.shape[2], self._idx)
+            columns = slice(self.start(keys.shape[2]), self._idx)
             self.keys[row : row + keys.shape[0], :, columns] = keys
             self.values[row : row + keys.shape[0], :, columns] = values
             row += keys.shape[0]
@@ -98,18 +98,12 @@ class SlotKVCache(BatchKVCache):
         """Keys and values of all rows, the last `longest` columns of them: a block for `insert`."""
         if self.keys is None:
             return None
-        columns = slice(self._idx - longest, self._idx)
+        columns = slice(self.start(longest), self._idx)
         return self.keys[: self.count, :, columns], self.values[: self.count, :, columns]
 
-    def row(self, index: int, length: int, of: int) -> KVCache:
-        """The first `length` tokens of row `index`, which holds `of`, as views."""
-        alone = KVCache()
-        if self.keys is not None:
-            columns = slice(self._idx - of, self._idx - of + length)
-            alone.keys = self.keys[index : index + 1, :, columns]
-            alone.values = self.values[index : index + 1, :, columns]
-        alone.offset = length
-        return alone
+    def start(self, length: int) -> int:
+        """The first column of a row of `length` tokens."""
+        return self._idx - length
 
     def _known(self, lengths: list[int]) -> None:
         self.count = len(lengths)
