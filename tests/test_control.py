@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import signal
 import socket
@@ -16,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 import pytest
+from processes import ends
 
 from parallel import wire
 from parallel.control import VERSION, Control, Disconnected
@@ -275,13 +275,4 @@ def test_a_rank_whose_parent_died_leaves_by_itself(tiny_model: Path, secret: Pat
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-            if Path(f"/proc/{pid}/stat").read_text().split(") ")[1].startswith("Z"):
-                return
-        except (ProcessLookupError, FileNotFoundError):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"rank {pid} is still there")
+    assert ends(pid, WAIT_S)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from processes import ends
 from test_arrange import arranged
 from test_planner import model
 
@@ -158,7 +159,7 @@ async def test_a_rank_that_ignores_sigterm_is_killed_and_its_labeller_ends(launc
     processes = one.children()
     assert len(processes) == 4  # two ranks, and the two that label their lines
     await one.ranks.stop(0.3)
-    assert [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    assert all(ends(process.pid) for process in processes)
     assert one.ranks.launcher.process() is None
 
 

@@ -9,6 +9,7 @@ import sys
 
 import psutil
 import pytest
+from processes import ends
 
 from parallel.output import LINE_LIMIT
 
@@ -70,8 +71,7 @@ def test_a_signal_to_all_leaves_the_labeller_until_the_last_words_are_out(number
         os.killpg(rank.pid, number)
         rank.wait()
         assert rank.stdout.read() == b"" or number == signal.SIGINT  # a Ctrl-C has a traceback
-        psutil.wait_procs([labeller], 10)
-        assert not labeller.is_running() or labeller.status() == psutil.STATUS_ZOMBIE
+        assert ends(labeller.pid)
 
 
 def test_a_reader_that_is_gone_ends_the_labeller() -> None:
@@ -84,4 +84,4 @@ def test_a_reader_that_is_gone_ends_the_labeller() -> None:
         [labeller] = psutil.Process(rank.pid).children()
         rank.stdout.close()
         rank.wait(10)  # its own print fails once the labeller is gone
-        assert not labeller.is_running() or labeller.status() == psutil.STATUS_ZOMBIE
+        assert ends(labeller.pid)
