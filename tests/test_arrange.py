@@ -35,7 +35,7 @@ def test_a_pipeline_is_split_evenly_and_rank_0_has_the_last_layers() -> None:
 
 
 def test_a_heavy_head_takes_layers_from_the_last_stage() -> None:
-    assert layers(arranged(2, model(6, head=4 * GB))) == [(5, 6), (0, 5)]
+    assert layers(arranged(2, model(6, head=4 * GB))) == [(4, 6), (0, 4)]
 
 
 def test_a_wanted_split_names_the_layers_of_rank_0_first() -> None:

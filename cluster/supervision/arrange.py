@@ -96,7 +96,7 @@ def _cuts(wanted: tuple[int, ...], size: int, info: wire.ModelInfo) -> list[tupl
 
 
 def _layers(info: wire.ModelInfo) -> list[Layer]:
-    """What each layer costs its stage: the first brings the embedding, the last one the head."""
+    """What each layer costs its stage. The last one brings half the head: decoding computes it, prefill does not."""
     sizes = [layer.weights for layer in info.layers]
-    sizes[-1] += info.head or info.embedding
+    sizes[-1] += (info.head or info.embedding) // 2
     return [Layer(size, 0, size) for size in sizes]

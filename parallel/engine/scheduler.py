@@ -155,7 +155,8 @@ class Scheduler:
         self._orders: list[wire.Order] = []
         self._flights: dict[int, _Flight] = {}
         self._events: list[wire.Started | wire.RequestFailed] = []
-        self._credit_s = 0.0
+        self._prefill_s = 0.0  # how long prefill took since all buckets were stepped
+        self._stepped = 0  # decode steps since the last prefill
         self._serial = 0
         self._steps = 0
         self._preempted = self._hit_tokens = self._prompt_tokens = self._output_tokens = 0
@@ -246,7 +247,8 @@ class Scheduler:
     def next_step(self) -> wire.Step | None:
         """The next step to send, or None when there is nothing to do before a result comes back."""
         running = bool(self._buckets or self._prefilled)
-        if (not running or self._credit_s > 0) and (sequence := self._next_prefill()) is not None:
+        due = not running or self._prefill_s < self._prefill_budget_s()
+        if due and (sequence := self._next_prefill()) is not None:
             return self._prefill_step(sequence, running)
         self._enter_prefilled()
         bucket = self._next_bucket()
@@ -342,7 +344,9 @@ class Scheduler:
 
     def _prefill_step(self, lead: Sequence, running: bool) -> wire.Step:
         """One chunk of `lead`, as long as the time budget allows, or its whole prompt together with others."""
-        budget_s = self._credit_s if running else IDLE_CHUNK_S / self.limits.stages
+        if not running:
+            self._prefill_s = 0.0
+        budget_s = self._prefill_budget_s() - self._prefill_s if running else IDLE_CHUNK_S / self.limits.stages
         affordable = min(max(SMALL_CHUNK, int(budget_s / self.pace.token_s)), self.limits.chunk_tokens)
         group = [lead]
         if lead.to_prefill <= affordable:
@@ -354,9 +358,8 @@ class Scheduler:
             chunks.append(wire.Chunk(sequence.id, sequence.tokens[start:stop]))
             sequence.computed = stop
         step = self._emit(wire.Step(0, start=start, chunks=chunks), tuple(group))
-        if not running:  # those that came together start together
-            self._credit_s = PREFILL_LONGEST_S
-        self._credit_s -= self.pace.chunk_s(step.computed)
+        self._prefill_s += self.pace.chunk_s(step.computed)
+        self._stepped = 0
         for sequence in group:
             if not sequence.to_prefill:
                 self._prefilling.remove(sequence)
@@ -503,22 +506,26 @@ class Scheduler:
             row.scheduled += 1
         step = self._emit(wire.Step(0, bucket=bucket.id, rows=fed), rows, bucket)
         bucket.stepped = step.id
-        budget_s = self._prefill_budget_s()
-        self._credit_s = min(budget_s, max(self._credit_s, 0.0) + budget_s / len(self._buckets))
+        self._stepped += 1
+        if self._stepped >= len(self._buckets):
+            self._prefill_s = 0.0
         for row in rows:
             if row.scheduled >= self._max_tokens(row):  # its last token is on its way: it need not be looked ahead
                 self._exit(row, save=True)
         return step
 
     def _prefill_budget_s(self) -> float:
-        """How long prefill may take between two decode steps: as long as a step, more when more wait than run.
+        """How long prefill may take per step of every bucket: as long as those, more when more wait than run.
 
-        Short prompts get more: a row that joins sooner makes every later step fuller.
+        Short prompts get more: a row that joins sooner makes every later step fuller. All at once, not a part before
+        each bucket's step: a longer chunk costs less per token.
         """
+        if not self._buckets:  # those that came together start together
+            return PREFILL_LONGEST_S
         short = sum(sequence.to_prefill <= TOGETHER_TOKENS for sequence in self._waiting)
         everybody = len(self._waiting) + len(self._prefilling)
         crowd = max(everybody / self._running, 1 + CROWD * short / self._running)
-        share_s = max(self.pace.decode_s, PREFILL_SHARE_S)
+        share_s = max(len(self._buckets) * self.pace.decode_s, PREFILL_SHARE_S)
         return max(share_s, min(crowd * share_s, PREFILL_LONGEST_S))
 
     # ------------------------------------------------------------ leaving
