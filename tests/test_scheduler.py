@@ -126,6 +126,26 @@ def test_a_long_prompt_alternates_with_decode_steps() -> None:
     assert longest <= 5  # steps of the pretended clock take 10 to 20 ms, and prefill may take 50 ms per decode step
 
 
+def test_the_budget_of_prefill_counts_who_came_since_the_last_decode_step() -> None:
+    bench = Bench(replace(LIMITS, slots=32, kv_bytes=10**7, chunk_tokens=512))
+    bench.engine.add(submit(1, [1, 2], max_tokens=200))
+    for _ in range(30):
+        bench.step()
+    for id in range(2, 22):
+        bench.engine.add(submit(id, list(range(id, id + 12)), max_tokens=2))
+    bench.step()
+    assert len(chunks(bench)[1]) > 5  # alone, each would have waited for a decode step
+
+
+def test_orders_wait_for_a_step_that_computes_as_long_as_one_is_in_flight() -> None:
+    pipeline, bench = staged(2, rows=6)
+    for id in range(7, 20):
+        bench.engine.add(submit(id, list(range(id, id + 12)), max_tokens=9))
+    bench.run()
+    kinds = [step.kind for step in pipeline.steps]
+    assert kinds.count("orders") <= 1  # the last, when nothing runs
+
+
 def test_requests_that_arrive_together_are_prefilled_before_they_join() -> None:
     bench = Bench()
     for id in range(1, 5):
@@ -422,15 +442,18 @@ STAGE_S = 0.02
 
 
 class Pipeline(FakeExecutor):
-    """Stages that take STAGE_S for a step, each in the order of the steps; the last one is rank 0, which runs the loop.
+    """Stages that take STAGE_S for a step of up to `tokens` tokens, each in the order of the steps; the last one is
+    rank 0, which runs the loop.
 
-    `work` are the times at which each stage began a step. A rank waits for data when it begins a step.
+    `work` are the times at which each stage began a step, and how long it took. A rank waits for data when it begins
+    a step.
     """
 
-    def __init__(self, stages: int, shape: CacheShape) -> None:
+    def __init__(self, stages: int, shape: CacheShape, tokens: int) -> None:
         super().__init__(shape)
         self.now_s = 0.0
-        self.work: list[list[float]] = [[] for _ in range(stages)]
+        self.work: list[list[tuple[float, float]]] = [[] for _ in range(stages)]
+        self._tokens = tokens
         self._free_s = [0.0] * stages
         self._arrives_s: dict[int, float] = {}
 
@@ -454,14 +477,14 @@ class Pipeline(FakeExecutor):
     def _runs(self, stage: int, step: wire.Step, at_s: float) -> float:
         if step.kind == "orders":
             return at_s
-        begun_s = max(at_s, self._free_s[stage])
-        self.work[stage].append(begun_s)
-        self._free_s[stage] = begun_s + STAGE_S
+        begun_s, takes_s = max(at_s, self._free_s[stage]), STAGE_S * max(1, step.computed / self._tokens)
+        self.work[stage].append((begun_s, takes_s))
+        self._free_s[stage] = begun_s + takes_s
         return self._free_s[stage]
 
     def busy(self, since_s: float, until_s: float) -> list[float]:
         """The share of that time in which each stage worked."""
-        return [sum(since_s <= begun_s < until_s for begun_s in w) * STAGE_S / (until_s - since_s) for w in self.work]
+        return [sum(s for at_s, s in w if since_s <= at_s < until_s) / (until_s - since_s) for w in self.work]
 
 
 class BlocksFirst(Engine):
@@ -472,10 +495,12 @@ class BlocksFirst(Engine):
         return super().step()
 
 
-def staged(stages: int, kind: type[Engine] = Engine, rows: int = 8, **changes: object) -> tuple[Pipeline, Bench]:
+def staged(
+    stages: int, kind: type[Engine] = Engine, rows: int = 8, tokens: int = 1 << 30, **changes: object
+) -> tuple[Pipeline, Bench]:
     limits = replace(LIMITS, context=4096, slots=32, kv_bytes=10**8, stages=stages, lookahead=False, **changes)
     bench = Bench(limits)
-    pipeline = Pipeline(stages, limits.shape)
+    pipeline = Pipeline(stages, limits.shape, tokens)
     bench.executor = pipeline
     bench.engine = kind(
         bench.scheduler, pipeline, depth=limits.depth, ahead=1, send=pipeline.send, clock=pipeline.clock
@@ -523,6 +548,18 @@ def test_chunks_of_one_prompt_follow_each_other_through_the_stages(stages: int) 
     assert bench.tokens[1, 0] == reference([i % 50 for i in range(4000)], 1, [])
 
 
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_stages_stay_busy_while_a_long_prompt_is_prefilled_beside_running_rows(stages: int) -> None:
+    pipeline, bench = staged(stages, tokens=20, chunk_tokens=2048)
+    run_for(pipeline, bench, 1.0)
+    bench.engine.add(submit(9, [i % 50 for i in range(4000)], max_tokens=1))
+    since_s = pipeline.now_s
+    run_for(pipeline, bench, 3.0)
+    assert min(pipeline.busy(since_s, pipeline.now_s)) >= 0.85
+    kinds = "".join("p" if step.chunks else "d" for step in pipeline.steps[-40:] if step.kind != "orders")
+    assert ("pddp" if stages == 2 else "pdp") in kinds  # a chunk per round, or per bucket
+
+
 def test_rows_of_steps_in_flight_are_disjoint_and_evenly_spread_over_the_micro_batches() -> None:
     pipeline, bench = staged(3, rows=9)
     run_for(pipeline, bench, 2.0)
@@ -536,7 +573,7 @@ def test_one_row_alone_keeps_one_step_in_flight_and_says_what_it_says_alone() ->
     pipeline, bench = staged(3, rows=1)
     bench.run()
     assert bench.tokens[1, 0] == reference([1, 2, 3], 300, [])
-    gaps = [b - a for a, b in zip(pipeline.work[0][5:], pipeline.work[0][6:], strict=False)]
+    gaps = [b - a for (a, _), (b, _) in zip(pipeline.work[0][5:], pipeline.work[0][6:], strict=False)]
     assert max(gaps) == pytest.approx(3 * STAGE_S)
 
 

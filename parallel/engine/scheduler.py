@@ -4,7 +4,7 @@ Pure: no mlx, no clock (time is an argument), no I/O. It runs on rank 0 only; wh
 
 The rules, in short:
 - A step is one decode of one bucket of rows, or one prefill chunk of one sequence. While rows run, prefill gets a time
-  budget per decode step, so a long prompt slows streams down by a bounded factor and never stops them.
+  budget per step of every bucket, so a long prompt slows streams down by a bounded factor and never stops them.
 - Short prompts that start at about the same token (none cached, or the same system prompt) are prefilled together,
   padded on the right: the weights are read once for all. Only where caches can be cut to any prefix.
 - Prompts are prefilled shortest first, aged by their waiting time. A prompt that shares a long prefix with one that is
@@ -28,9 +28,9 @@ from parallel.engine.prefix import BLOCK, PrefixIndex
 from parallel.engine.sequence import CacheShape, Sequence, State, StepResult
 
 SMALL_CHUNK = 64  # up to here a chunk costs about one reading of the weights, whatever its length
-PREFILL_SHARE_S = 0.05  # prefill may always take this long per decode step, even when decode steps are shorter
-PREFILL_LONGEST_S = 0.5  # and never longer than this, however many wait
-CROWD = 3  # decode steps' time more for prefill per step, when as many short prompts wait as rows run
+PREFILL_SHARE_S = 0.05  # prefill may always take this long per round of the buckets, even when rounds are shorter
+PREFILL_LONGEST_S = 0.5  # and but for a small chunk never longer than this, however many wait
+CROWD = 3  # rounds' time more for prefill per round, when as many short prompts wait as rows run
 IDLE_CHUNK_S = 1.0  # a chunk with nothing running: the longest that a newcomer or a cancellation waits for
 GROWTH_TOKENS = 256  # room that a sequence needs beyond its prompt to be admitted
 SHARED_TOKENS = 64  # a prefix this much longer than the cached one is worth waiting for
@@ -155,7 +155,7 @@ class Scheduler:
         self._orders: list[wire.Order] = []
         self._flights: dict[int, _Flight] = {}
         self._events: list[wire.Started | wire.RequestFailed] = []
-        self._prefill_s = 0.0  # how long prefill took since all buckets were stepped
+        self._prefill_s = 0.0  # of the budget, what is spent
         self._stepped = 0  # decode steps since the last prefill
         self._serial = 0
         self._steps = 0
@@ -256,7 +256,7 @@ class Scheduler:
             bucket = self._next_bucket()
         if bucket is not None:
             return self._decode_step(bucket)
-        return self._emit(wire.Step(0)) if self._orders else None
+        return self._emit(wire.Step(0)) if self._orders and not self._flights else None
 
     def apply(self, result: StepResult, duration_s: float) -> list[wire.Token]:
         """Take a step's result, which took `duration_s` seconds; returns the tokens it made for open samples."""
@@ -347,7 +347,8 @@ class Scheduler:
         if not running:
             self._prefill_s = 0.0
         budget_s = self._prefill_budget_s() - self._prefill_s if running else IDLE_CHUNK_S / self.limits.stages
-        affordable = min(max(SMALL_CHUNK, int(budget_s / self.pace.token_s)), self.limits.chunk_tokens)
+        tokens = SMALL_CHUNK + int(budget_s / self.pace.token_s)  # the rest of the budget would buy a small one anyway
+        affordable = min(tokens, self.limits.chunk_tokens)
         group = [lead]
         if lead.to_prefill <= affordable:
             group += self._companions(lead, affordable)
@@ -507,18 +508,26 @@ class Scheduler:
         step = self._emit(wire.Step(0, bucket=bucket.id, rows=fed), rows, bucket)
         bucket.stepped = step.id
         self._stepped += 1
-        if self._stepped >= len(self._buckets):
+        if self._stepped * self._prefill_parts >= len(self._buckets):
             self._prefill_s = 0.0
         for row in rows:
             if row.scheduled >= self._max_tokens(row):  # its last token is on its way: it need not be looked ahead
                 self._exit(row, save=True)
         return step
 
-    def _prefill_budget_s(self) -> float:
-        """How long prefill may take per step of every bucket: as long as those, more when more wait than run.
+    @property
+    def _prefill_parts(self) -> int:
+        """Into how many chunks, before as many buckets' steps, the prefill of a round goes.
 
-        Short prompts get more: a row that joins sooner makes every later step fuller. All at once, not a part before
-        each bucket's step: a longer chunk costs less per token.
+        One costs the least per token. But a bucket's step waits at each stage for the chunk before it: from three
+        stages on, the first one would run dry before the bucket's result is back.
+        """
+        return 1 if self.limits.stages < 3 else len(self._buckets)
+
+    def _prefill_budget_s(self) -> float:
+        """How long prefill may take for its part of a round: as long as decoding, more when more wait than run.
+
+        Short prompts get more: a row that joins sooner makes every later step fuller.
         """
         if not self._buckets:  # those that came together start together
             return PREFILL_LONGEST_S
@@ -526,7 +535,7 @@ class Scheduler:
         everybody = len(self._waiting) + len(self._prefilling)
         crowd = max(everybody / self._running, 1 + CROWD * short / self._running)
         share_s = max(len(self._buckets) * self.pace.decode_s, PREFILL_SHARE_S)
-        return max(share_s, min(crowd * share_s, PREFILL_LONGEST_S))
+        return max(share_s, min(crowd * share_s, PREFILL_LONGEST_S)) / self._prefill_parts
 
     # ------------------------------------------------------------ leaving
 
