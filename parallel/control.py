@@ -175,6 +175,10 @@ class Control:
         self.send(wire.Failed(0, message))
         self.flush()
 
+    def hung_up(self) -> None:
+        """Tell the coordinator that this rank's ssh session has ended."""
+        self._tell(wire.HungUp(0))
+
     def flush(self) -> None:
         """Wait until everything queued has been handed to the socket."""
         self._outbox.put(None)

@@ -88,6 +88,10 @@ class Follower:
         time.sleep(OTHERS_FIRST_S)
         self._send(wire.Failed(self.rank, message))
 
+    def hung_up(self) -> None:
+        """Tell the coordinator, through rank 0, that this rank's ssh session has ended. Any thread may."""
+        self._send(wire.HungUp(self.rank))
+
     # ------------------------------------------------------------ joining
 
     @staticmethod

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
     plan = msgspec.json.decode(argv[0], type=wire.RankPlan)
     stay_awake()
     if plan.size > 1 or not plan.parent:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # an ssh session that ends is not a coordinator that ends
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # before threads start, for `watch_session`
     if plan.size == 1:
         return lead(plan, plan_digest(argv[0]))
     rank = int(os.environ["MLX_RANK"])
@@ -57,6 +58,18 @@ def stay_awake() -> None:
         subprocess.Popen(["caffeinate", "-dims", "-w", str(os.getpid())], stdin=subprocess.DEVNULL)
 
 
+def watch_session(star: Control | Follower) -> None:
+    """Where SIGHUP is blocked: outlive the ssh session that this rank was started in, since its end is not the
+    coordinator's, and report it, since mlx.launch ends all ranks then and does not say whose it was."""
+
+    def wait() -> None:
+        signal.sigwait({signal.SIGHUP})
+        star.hung_up()
+
+    if signal.SIGHUP in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        threading.Thread(target=wait, name="rank-session", daemon=True).start()
+
+
 def lead(plan: wire.RankPlan, digest: str) -> int:
     """Rank 0: decides all steps and talks to the coordinator."""
     secret_file = Path(plan.of(0).secret_file)
@@ -65,6 +78,7 @@ def lead(plan: wire.RankPlan, digest: str) -> int:
     except OSError as error:
         print(f"rank 0 cannot listen on {plan.host}:{plan.port}: {error}", file=sys.stderr)
         return PORT_TAKEN_EXIT_CODE
+    watch_session(control)
     try:
         engine, executor = _start_engine(plan, control)
         serve(engine, executor, control)
@@ -82,6 +96,7 @@ def follow(plan: wire.RankPlan, rank: int, digest: str) -> int:
     except JoinRefused as error:
         print(error, file=sys.stderr)
         return REFUSED_EXIT_CODE
+    watch_session(star)
     try:
         _, executor = _prepare(plan, rank, star)
         obey(executor, star)

@@ -184,6 +184,12 @@ class Lost(Message, frozen=True):
     reason: str
 
 
+class HungUp(Message, frozen=True):
+    """The ssh session that `rank` was started in has ended; the rank lives on."""
+
+    rank: int
+
+
 class Started(Message, frozen=True):
     """A request left the queue: its prefill begins, `cached` prompt tokens come from the prefix cache."""
 
@@ -540,6 +546,7 @@ AnyMessage = (
     | Failed
     | Joined
     | Lost
+    | HungUp
     | Started
     | Tokens
     | RequestFailed

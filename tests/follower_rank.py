@@ -4,6 +4,7 @@ steps    prints every step's id, and that it was told to leave
 stuck    joins, and its main thread never does anything again
 meet     comes to a point, and says that it was released from it
 lies     as steps, but it claims to have executed other ones
+session  as steps, and it watches its ssh session
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import msgspec
 
 from parallel import follower, wire
 from parallel.follower import Follower, JoinRefused
+from parallel.rank import watch_session
 
 
 def main(does: str, rank: int, digest: str, text: str) -> None:
+    if does == "session":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     follower.BEAT_S = follower.LEAVE_S = 0.2
     follower.JOIN_PATIENCE_S = 1.0
     if does == "version":
@@ -29,6 +33,8 @@ def main(does: str, rank: int, digest: str, text: str) -> None:
         print(error, flush=True)
         sys.exit(5)
     print("joined", flush=True)
+    if does == "session":
+        watch_session(star)
     if does == "lies":
         star._taken = (0, 12345)
     star.phase(wire.Progress(rank, "loading", 3, 9))

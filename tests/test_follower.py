@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -148,6 +149,15 @@ def test_a_rank_that_fails_because_another_ended_tells_it_after_that_end(star: S
     cause.kill()
     heard = [star.coordinator.until(wire.Lost, wire.Failed) for _ in range(2)]
     assert heard == [wire.Lost(2, "its connection closed"), wire.Failed(1, "no memory")]
+
+
+def test_the_end_of_a_ranks_ssh_session_is_told_and_the_rank_lives_on(star: Star) -> None:
+    rank = star.follow("session")
+    star.told(wire.Progress, lambda message: message.rank == 1)
+    rank.send_signal(signal.SIGHUP)
+    assert star.told(wire.HungUp) == wire.HungUp(1)
+    star.control.send_step(wire.Step(1))
+    assert [line(rank) for _ in range(2)] == ["joined", "step 1"]
 
 
 def test_the_end_of_a_ranks_process_is_told(star: Star) -> None:

@@ -51,3 +51,11 @@ def test_while_rank_0_checks_the_cluster_is_checking():
         watch.heard(rank, wire.Progress(rank, "warming"))
     watch.heard(0, wire.Progress(0, "checking"))
     assert watch.progress()[0] == "checking"
+
+
+def test_of_ssh_sessions_that_end_the_first_is_named():
+    watch = ready(Clock())
+    assert watch.hung_up == ""
+    for rank in (1, 0, 2):  # mlx.launch ends the others then
+        watch.heard(rank, wire.HungUp(rank))
+    assert watch.hung_up == "rank 1 on b: its ssh session ended"

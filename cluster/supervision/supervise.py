@@ -431,7 +431,7 @@ class Supervisor:
         how = await processes.ended()
         if isinstance(processes, LaunchedRanks):  # it ends because ranks do, and they or rank 0 say why a little later
             await asyncio.sleep(1)
-            self._end_life(how)
+            self._end_life(self._watch.hung_up or how)
         else:
             self._end_life(self._watch.of(0, how))
 

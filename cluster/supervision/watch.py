@@ -101,6 +101,7 @@ class Watch:
         now = clock()
         self.ranks = [Seen(host, now, now) for host in hosts]
         self.announced: wire.Ready | None = None
+        self.hung_up = ""  # whose ssh session ended first
 
     def heard(self, rank: int, message: wire.Message) -> None:
         """Take a message of `rank`, which is a sign of life whatever it says."""
@@ -119,6 +120,8 @@ class Watch:
                     other.phase, other.since = "checking", now
         elif isinstance(message, wire.Joined):
             seen.versions = message.versions
+        elif isinstance(message, wire.HungUp):
+            self.hung_up = self.hung_up or self.of(rank, "its ssh session ended")
         elif isinstance(message, wire.Ready):
             self.announced = message
             for other in self.ranks:

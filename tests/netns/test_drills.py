@@ -174,9 +174,10 @@ def test_an_sshd_that_does_not_answer(drill: Drill):
 def test_an_ssh_session_that_breaks(drill: Drill):
     """mlx.launch ends all ranks where one of its sessions ends."""
     with drill.serving("--parallel", "pipeline"), Clients(drill) as clients:
-        session = drill.rank(1).parent()
+        session, host = drill.rank(1).parent(), drill.machine_of(1).name
         assert session is not None and "sshd" in session.name()
         told, error_s, serving_s = lose(drill, clients, session.kill)
+        assert f"rank 1 on {host}: its ssh session ended" in told
         assert drill.ready(3)
         drill.only_this_launch()
     record(Found("the ssh session of rank 1 breaks, pipeline", told, error_s, serving_s, "3 ranks again"))
