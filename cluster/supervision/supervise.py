@@ -448,16 +448,17 @@ class Supervisor:
     def _with_exit(self, reason: str, exits: dict[int, str]) -> str:
         """`reason` with how the process ended, where the end of its connection was all that is known.
 
-        mlx.launch ends the others by SIGTERM when one ends; then that one is named.
+        mlx.launch ends the others by SIGTERM, and their sessions, when one ends; then that one is named.
         """
         lost = next((rank for rank in exits if reason == self._watch.of(rank, CLOSED)), None)
-        if lost is None:
-            return reason
-        by_itself = [rank for rank, how in exits.items() if "SIGTERM" not in how]
-        if "SIGTERM" in exits[lost] and by_itself:
-            reason = self._watch.of(by_itself[0], f"its process {exits[by_itself[0]]}")
-        else:
+        by_itself = next((rank for rank, how in exits.items() if "SIGTERM" not in how), None)
+        ended_by_launcher = reason == self._watch.hung_up or (lost is not None and "SIGTERM" in exits[lost])
+        if by_itself is not None and ended_by_launcher:
+            reason = self._watch.of(by_itself, f"its process {exits[by_itself]}")
+        elif lost is not None:
             reason = f"{reason} and its process {exits[lost]}"
+        else:
+            return reason
         logger.info("%s lost: %s", self.model, reason)
         return reason
 
