@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> int:
     plan = msgspec.json.decode(argv[0], type=wire.RankPlan)
     stay_awake()
     if plan.size > 1 or not plan.parent:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # before threads start, for `watch_session`
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # an ssh session that ends is not a coordinator that ends
     if plan.size == 1:
         return lead(plan, plan_digest(argv[0]))
     rank = int(os.environ["MLX_RANK"])
@@ -59,15 +60,23 @@ def stay_awake() -> None:
 
 
 def watch_session(star: Control | Follower) -> None:
-    """Where SIGHUP is blocked: outlive the ssh session that this rank was started in, since its end is not the
-    coordinator's, and report it, since mlx.launch ends all ranks then and does not say whose it was."""
+    """Where SIGHUP is ignored, report it: mlx.launch ends all ranks when one of its sessions ends, and does not say
+    whose it was. Call from the main thread, which may be stuck in native code when the signal comes."""
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        return
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    signal.set_wakeup_fd(writing.fileno())
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
+    signal.siginterrupt(signal.SIGHUP, False)  # no system call of a library's ends early
 
     def wait() -> None:
-        signal.sigwait({signal.SIGHUP})
-        star.hung_up()
+        with reading, writing:  # for as long as signals are written to it
+            while True:
+                if signal.SIGHUP in reading.recv(64):
+                    star.hung_up()
 
-    if signal.SIGHUP in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-        threading.Thread(target=wait, name="rank-session", daemon=True).start()
+    threading.Thread(target=wait, name="rank-session", daemon=True).start()
 
 
 def lead(plan: wire.RankPlan, digest: str) -> int:

@@ -21,7 +21,7 @@ from parallel.rank import watch_session
 
 def main(does: str, rank: int, digest: str, text: str) -> None:
     if does == "session":
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     follower.BEAT_S = follower.LEAVE_S = 0.2
     follower.JOIN_PATIENCE_S = 1.0
     if does == "version":
