@@ -76,7 +76,7 @@ class LocalCluster:
         """Exit code and output."""
         with self.start(*arguments, rank=rank) as process:
             try:
-                output, _ = process.communicate(timeout=150)
+                output, _ = process.communicate(timeout=300)
             finally:
                 process.kill()
         return process.returncode, output
