@@ -20,7 +20,7 @@ from cluster.errors import ClusterError, EngineLost, RankFailed
 from cluster.paths import Folders
 from cluster.state import Claim
 from cluster.supervision.supervise import Supervisor
-from cluster.supervision.watch import Limits, RelaunchBudget
+from cluster.supervision.watch import Limits, RelaunchBudget, Watch
 from parallel import wire
 
 FAKE_RANK = str(Path(__file__).with_name("fake_rank.py"))
@@ -294,3 +294,13 @@ async def test_a_full_disk_for_logs_is_told_and_the_rank_runs_on(live):
 def test_the_budget_counts_only_the_last_ten_minutes():
     budget = RelaunchBudget(3, 600)
     assert [budget.take(t) for t in (0, 10, 20, 30, 599, 601, 602)] == [True, True, True, False, False, True, False]
+
+
+def test_a_rank_that_ended_by_itself_is_named_before_the_sessions_that_ended_after_it():
+    watch = Watch(["a", "b", "c"], QUICK, 10.0)
+    watch.heard(1, wire.HungUp(1))
+    supervisor: Any = SimpleNamespace(_watch=watch, model="tiny")
+    exits = {0: "was ended by SIGTERM", 2: "ended with exit code 1"}
+    told = Supervisor._with_exit(supervisor, watch.hung_up, exits)
+    assert told == "rank 2 on c: its process ended with exit code 1"
+    assert Supervisor._with_exit(supervisor, watch.hung_up, {}) == "rank 1 on b: its ssh session ended"
